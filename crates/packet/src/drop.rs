@@ -128,7 +128,9 @@ impl DropCounts {
 
     /// Every reason with its count.
     pub fn iter(&self) -> impl Iterator<Item = (DropReason, u64)> + '_ {
-        DropReason::ALL.iter().map(|&reason| (reason, self.get(reason)))
+        DropReason::ALL
+            .iter()
+            .map(|&reason| (reason, self.get(reason)))
     }
 }
 

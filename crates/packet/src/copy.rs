@@ -1,0 +1,161 @@
+//! The copies. Three kinds, by what may change underneath:
+//!
+//! * [`snapshot`]: shared to private, volatile, for bytes that are judged;
+//! * [`private`]: private to shared, for headers and heads;
+//! * [`body`]: shared to shared, for bytes that nobody looks at.
+//!
+//! A peer may write to shared memory while it is copied. The result is then a
+//! mix of old and new bytes, which is the peer's own affair; no decision rests
+//! on bytes read by [`body`].
+
+/// Up to here a copy is a few overlapping fixed-size moves; beyond, the C
+/// library's `memcpy`, which knows the machine's widest registers, is faster
+/// than its call costs.
+const SMALL_MAX: usize = 128;
+
+/// Copies `len` bytes of shared memory with loads that the compiler can neither
+/// repeat nor leave out.
+///
+/// # Safety
+/// `src..src + len` readable, `dst..dst + len` writable, not overlapping.
+#[inline]
+pub(crate) unsafe fn snapshot(src: *const u8, dst: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len >= 16 {
+        let mut done = 0;
+        while done + 32 <= len {
+            // SAFETY: `done + 32 <= len`, so both blocks lie inside.
+            unsafe { volatile_32(src.wrapping_add(done), dst.wrapping_add(done)) };
+            done += 32;
+        }
+        if done + 16 <= len {
+            // SAFETY: `done + 16 <= len`, so both blocks lie inside.
+            unsafe { volatile_16(src.wrapping_add(done), dst.wrapping_add(done)) };
+            done += 16;
+        }
+        if done < len {
+            // The last block overlaps the one before it.
+            // SAFETY: `len >= 16`, so both blocks lie inside.
+            unsafe { volatile_16(src.wrapping_add(len - 16), dst.wrapping_add(len - 16)) };
+        }
+        return;
+    }
+    for offset in 0..len {
+        // SAFETY: `offset < len`.
+        let byte = unsafe { src.wrapping_add(offset).read_volatile() };
+        // SAFETY: `offset < len`.
+        unsafe { dst.wrapping_add(offset).write(byte) };
+    }
+}
+
+/// # Safety
+/// As [`snapshot`] with `len` 16.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+unsafe fn volatile_16(src: *const u8, dst: *mut u8) {
+    // SAFETY: SSE2 is part of x86_64; the caller keeps both blocks valid.
+    unsafe {
+        core::arch::asm!(
+            "movups {value}, [{src}]",
+            "movups [{dst}], {value}",
+            value = out(xmm_reg) _,
+            src = in(reg) src,
+            dst = in(reg) dst,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// # Safety
+/// As [`snapshot`] with `len` 32.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+unsafe fn volatile_32(src: *const u8, dst: *mut u8) {
+    // SAFETY: SSE2 is part of x86_64; the caller keeps both blocks valid.
+    unsafe {
+        core::arch::asm!(
+            "movups {low}, [{src}]",
+            "movups {high}, [{src} + 16]",
+            "movups [{dst}], {low}",
+            "movups [{dst} + 16], {high}",
+            low = out(xmm_reg) _,
+            high = out(xmm_reg) _,
+            src = in(reg) src,
+            dst = in(reg) dst,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// Copies private bytes into shared memory.
+///
+/// # Safety
+/// `src..src + len` readable, `dst..dst + len` writable, not overlapping.
+#[inline]
+pub(crate) unsafe fn private(src: *const u8, dst: *mut u8, len: usize) {
+    if len <= SMALL_MAX {
+        // SAFETY: as the caller's.
+        unsafe { small(src, dst, len) };
+    } else {
+        // SAFETY: as the caller's.
+        unsafe { dst.copy_from_nonoverlapping(src, len) };
+    }
+}
+
+/// Copies bytes that nobody judges from shared to shared memory. The two may
+/// overlap: which bytes arrive is then unspecified for small copies.
+///
+/// # Safety
+/// `src..src + len` readable, `dst..dst + len` writable.
+#[inline]
+pub(crate) unsafe fn body(src: *const u8, dst: *mut u8, len: usize) {
+    if len <= SMALL_MAX {
+        // SAFETY: as the caller's.
+        unsafe { small(src, dst, len) };
+    } else {
+        // SAFETY: as the caller's; `copy_from` allows overlap. glibc's memmove
+        // and memcpy are one function on x86_64, so this costs nothing.
+        unsafe { dst.copy_from(src, len) };
+    }
+}
+
+/// Copies at most [`SMALL_MAX`] bytes by fixed-size moves, two of which overlap
+/// in the middle: one well-predicted branch for each class of length.
+///
+/// # Safety
+/// As [`body`], `len <= SMALL_MAX`.
+#[inline]
+unsafe fn small(src: *const u8, dst: *mut u8, len: usize) {
+    debug_assert!(len <= SMALL_MAX);
+    macro_rules! class {
+        ($n:literal) => {
+            if len >= $n {
+                // SAFETY: `$n <= len`.
+                return unsafe { ends::<$n>(src, dst, len) };
+            }
+        };
+    }
+    class!(64);
+    class!(32);
+    class!(16);
+    class!(8);
+    class!(4);
+    class!(2);
+    class!(1);
+}
+
+/// Moves the first and the last `N` bytes of `len`, `N <= len <= 2 N`.
+///
+/// # Safety
+/// As [`body`], `N <= len`.
+#[inline]
+unsafe fn ends<const N: usize>(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: `N <= len`; arrays of bytes have no alignment.
+    let first = unsafe { src.cast::<[u8; N]>().read() };
+    // SAFETY: `len - N + N == len`.
+    let last = unsafe { src.wrapping_add(len - N).cast::<[u8; N]>().read() };
+    // SAFETY: `N <= len`.
+    unsafe { dst.cast::<[u8; N]>().write(first) };
+    // SAFETY: `len - N + N == len`.
+    unsafe { dst.wrapping_add(len - N).cast::<[u8; N]>().write(last) };
+}
