@@ -20,7 +20,17 @@ pub struct Frame<'b> {
     pub len: u32,
 }
 
-impl Frame<'_> {
+impl<'b> Frame<'b> {
+    /// Starts to copy the frame piece by piece.
+    #[must_use]
+    pub fn reader(&self) -> FrameReader<'b> {
+        FrameReader {
+            head: self.head,
+            piece: Span::EMPTY,
+            body: self.body,
+        }
+    }
+
     /// Copies the frame into one contiguous buffer.
     ///
     /// # Panics
@@ -36,12 +46,44 @@ impl Frame<'_> {
     }
 }
 
+/// Copies a frame into pieces of any lengths, in order.
+#[derive(Clone, Copy, Debug)]
+pub struct FrameReader<'b> {
+    head: &'b [u8],
+    /// What is left of the piece of the body that was begun.
+    piece: Span<'b>,
+    body: &'b [Span<'b>],
+}
+
+impl FrameReader<'_> {
+    /// Fills `to` with the next bytes of the frame; its end stays as it is if
+    /// the frame ends earlier.
+    pub fn copy_to(&mut self, to: SpanMut<'_>) {
+        let (now, later) = self.head.split_at(self.head.len().min(to.len() as usize));
+        to.write(now);
+        self.head = later;
+        let mut to = to.skip(u32::try_from(now.len()).expect("a head is short"));
+        while !to.is_empty() {
+            if self.piece.is_empty() {
+                let Some((&piece, rest)) = self.body.split_first() else {
+                    return;
+                };
+                (self.piece, self.body) = (piece, rest);
+            }
+            let part = self.piece.first(to.len());
+            part.copy_to(to);
+            self.piece = self.piece.skip(part.len());
+            to = to.skip(part.len());
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Head([u8; HEAD_BYTES]);
+struct Head([u8; HEAD_BYTES as usize]);
 
 impl Head {
-    const ZERO: Self = Self([0; HEAD_BYTES]);
+    const ZERO: Self = Self([0; HEAD_BYTES as usize]);
 }
 
 #[derive(Clone, Copy, Default)]
@@ -69,7 +111,7 @@ impl BatchStore {
         Self {
             heads: Box::new([Head::ZERO; BATCH_MAX]),
             metas: Box::new([Meta::default(); BATCH_MAX]),
-            spans: vec![Span::from_slice(&[]); spans_len.max(BATCH_MAX)].into_boxed_slice(),
+            spans: vec![Span::EMPTY; spans_len.max(BATCH_MAX)].into_boxed_slice(),
         }
     }
 
@@ -108,6 +150,13 @@ pub struct Batch<'q> {
 }
 
 impl<'q> Batch<'q> {
+    /// Forgets every frame.
+    pub fn clear(&mut self) {
+        self.frames_len = 0;
+        self.spans_len = 0;
+        self.bytes = 0;
+    }
+
     /// Number of frames.
     #[inline]
     #[must_use]
@@ -185,7 +234,7 @@ impl<'q> Batch<'q> {
     pub fn push(&mut self, offload: Offload, frame: Span<'q>) {
         let index = self.frames_len;
         let head = &mut self.store.heads[index].0;
-        let head_len = if frame.len() as usize >= HEAD_BYTES {
+        let head_len = if frame.len() >= HEAD_BYTES {
             frame.snapshot(head)
         } else {
             frame.snapshot(&mut head[..frame.len() as usize])
@@ -355,7 +404,7 @@ mod tests {
             assert_eq!(batch.bytes(), 300);
             for index in batch.all() {
                 assert_eq!(gather(&batch.frame(index)), whole, "cut {cut}");
-                assert_eq!(batch.head(index), &whole[..HEAD_BYTES]);
+                assert_eq!(batch.head(index), &whole[..HEAD_BYTES as usize]);
             }
         }
     }
@@ -397,13 +446,13 @@ mod tests {
         let mut batch = store.begin();
         batch.push(Offload::default(), shared.as_span());
         shared.write(&[2; 80]);
-        assert_eq!(batch.head(0), [1; HEAD_BYTES]);
+        assert_eq!(batch.head(0), [1; HEAD_BYTES as usize]);
         let mut to = [0; 80];
         // SAFETY: `to` outlives the span.
         batch
             .frame(0)
             .copy_to(unsafe { SpanMut::new(to.as_mut_ptr(), 80) });
-        assert_eq!(to[..HEAD_BYTES], [1; HEAD_BYTES]);
-        assert_eq!(to[HEAD_BYTES..], [2; 16]);
+        assert_eq!(to[..HEAD_BYTES as usize], [1; HEAD_BYTES as usize]);
+        assert_eq!(to[HEAD_BYTES as usize..], [2; 16]);
     }
 }

@@ -13,77 +13,52 @@
 /// than its call costs.
 const SMALL_MAX: usize = 128;
 
-/// Copies `len` bytes of shared memory with loads that the compiler can neither
-/// repeat nor leave out.
+/// Copies `len` bytes of shared memory, each of them loaded exactly once: the
+/// compiler can neither repeat such a load nor leave it out.
 ///
 /// # Safety
 /// `src..src + len` readable, `dst..dst + len` writable, not overlapping.
 #[inline]
 pub(crate) unsafe fn snapshot(src: *const u8, dst: *mut u8, len: usize) {
+    let mut done = 0;
     #[cfg(target_arch = "x86_64")]
-    if len >= 16 {
-        let mut done = 0;
-        while done + 32 <= len {
-            // SAFETY: `done + 32 <= len`, so both blocks lie inside.
-            unsafe { volatile_32(src.wrapping_add(done), dst.wrapping_add(done)) };
-            done += 32;
+    {
+        use core::arch::x86_64::__m128i;
+        macro_rules! load {
+            ($type:ty, $class:ident, $text:literal) => {{
+                let value: $type;
+                // SAFETY: the caller of the macro keeps the bytes inside `len`;
+                // SSE2 is part of x86_64.
+                unsafe {
+                    core::arch::asm!(
+                        $text,
+                        out($class) value,
+                        in(reg) src.wrapping_add(done),
+                        options(nostack, preserves_flags, readonly),
+                    );
+                }
+                let to = dst.wrapping_add(done).cast::<$type>();
+                // SAFETY: as above.
+                unsafe { to.write_unaligned(value) };
+                done += size_of::<$type>();
+            }};
         }
-        if done + 16 <= len {
-            // SAFETY: `done + 16 <= len`, so both blocks lie inside.
-            unsafe { volatile_16(src.wrapping_add(done), dst.wrapping_add(done)) };
-            done += 16;
+        while done + 16 <= len {
+            load!(__m128i, xmm_reg, "movups {}, [{}]");
         }
-        if done < len {
-            // The last block overlaps the one before it.
-            // SAFETY: `len >= 16`, so both blocks lie inside.
-            unsafe { volatile_16(src.wrapping_add(len - 16), dst.wrapping_add(len - 16)) };
+        if done + 8 <= len {
+            load!(u64, reg, "mov {}, [{}]");
         }
-        return;
+        if done + 4 <= len {
+            load!(u32, reg, "mov {:e}, [{}]");
+        }
     }
-    for offset in 0..len {
-        // SAFETY: `offset < len`.
-        let byte = unsafe { src.wrapping_add(offset).read_volatile() };
-        // SAFETY: `offset < len`.
-        unsafe { dst.wrapping_add(offset).write(byte) };
-    }
-}
-
-/// # Safety
-/// As [`snapshot`] with `len` 16.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-unsafe fn volatile_16(src: *const u8, dst: *mut u8) {
-    // SAFETY: SSE2 is part of x86_64; the caller keeps both blocks valid.
-    unsafe {
-        core::arch::asm!(
-            "movups {value}, [{src}]",
-            "movups [{dst}], {value}",
-            value = out(xmm_reg) _,
-            src = in(reg) src,
-            dst = in(reg) dst,
-            options(nostack, preserves_flags),
-        );
-    }
-}
-
-/// # Safety
-/// As [`snapshot`] with `len` 32.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-unsafe fn volatile_32(src: *const u8, dst: *mut u8) {
-    // SAFETY: SSE2 is part of x86_64; the caller keeps both blocks valid.
-    unsafe {
-        core::arch::asm!(
-            "movups {low}, [{src}]",
-            "movups {high}, [{src} + 16]",
-            "movups [{dst}], {low}",
-            "movups [{dst} + 16], {high}",
-            low = out(xmm_reg) _,
-            high = out(xmm_reg) _,
-            src = in(reg) src,
-            dst = in(reg) dst,
-            options(nostack, preserves_flags),
-        );
+    while done < len {
+        // SAFETY: `done < len`.
+        let byte = unsafe { src.wrapping_add(done).read_volatile() };
+        // SAFETY: `done < len`.
+        unsafe { dst.wrapping_add(done).write(byte) };
+        done += 1;
     }
 }
 

@@ -21,7 +21,7 @@ mod frame_set;
 mod offload;
 mod span;
 
-pub use batch::{Batch, BatchStore, Frame, OpenFrame, SpansFull};
+pub use batch::{Batch, BatchStore, Frame, FrameReader, OpenFrame, SpansFull};
 pub use drop::{DropCounts, DropReason, DropSide};
 pub use frame_set::FrameSet;
 pub use offload::{NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, Offload};
@@ -31,7 +31,7 @@ pub use span::{Span, SpanMut};
 pub const BATCH_MAX: usize = 64;
 /// Bytes of a frame's head that are copied into private memory: one cache line
 /// holds every field that layer 2 decides on.
-pub const HEAD_BYTES: usize = 64;
+pub const HEAD_BYTES: u32 = 64;
 /// Bytes of an Ethernet header: destination, source, type.
 pub const ETHERNET_HEADER_BYTES: u32 = 14;
 /// Longest frame that is carried, without the virtio-net header.

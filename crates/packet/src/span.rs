@@ -32,6 +32,9 @@ unsafe impl Send for Span<'_> {}
 unsafe impl Send for SpanMut<'_> {}
 
 impl<'a> Span<'a> {
+    /// No byte.
+    pub const EMPTY: Self = SpanMut::EMPTY.as_span();
+
     /// # Safety
     /// `ptr..ptr + len` must stay mapped and readable for `'a`, and lie in
     /// memory to which no Rust reference exists.
@@ -102,10 +105,8 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies the start of the span into private memory with volatile loads,
-    /// each byte being read once unless the length forces two loads to overlap
-    /// (then the later load wins, and nothing was decided on the earlier).
-    /// Returns how many bytes were copied: the shorter of the two.
+    /// Copies the start of the span into private memory, loading each byte
+    /// exactly once. Returns how many bytes were copied: the shorter of the two.
     #[inline]
     pub fn snapshot(self, into: &mut [u8]) -> usize {
         let len = into.len().min(self.len as usize);
@@ -129,6 +130,13 @@ impl<'a> Span<'a> {
 }
 
 impl<'a> SpanMut<'a> {
+    /// No byte.
+    pub const EMPTY: Self = Self {
+        ptr: std::ptr::null_mut(),
+        len: 0,
+        memory: PhantomData,
+    };
+
     /// # Safety
     /// `ptr..ptr + len` must stay mapped, readable and writable for `'a`, and
     /// lie in memory to which no Rust reference exists.

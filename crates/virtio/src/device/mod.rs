@@ -1,0 +1,32 @@
+//! The device half of a guest's rings: what the switch runs.
+//!
+//! A burst goes through named phases over all of its frames, so that cache
+//! misses overlap: take heads, look descriptors up, copy, publish. The index is
+//! read once and written once per burst.
+
+mod rx_ring;
+mod split;
+mod tx_ring;
+
+pub use rx_ring::{RxRing, Transmitted};
+pub use split::{Notifications, RingFault};
+pub use tx_ring::{Burst, BurstLimit, Returns, TxRing};
+
+use pollux_sys::EventFd;
+
+use crate::spec::Features;
+use crate::split::RingAreas;
+
+/// How a ring is set up when it starts.
+#[derive(Debug)]
+pub struct RingConfig {
+    /// Where the ring lies.
+    pub areas: RingAreas,
+    /// What was negotiated.
+    pub features: Features,
+    /// Position in the available ring at which to go on (SET_VRING_BASE). The
+    /// position in the used ring is read from the ring itself.
+    pub base: u16,
+    /// Written to call the driver; `None` if it polls.
+    pub call: Option<EventFd>,
+}

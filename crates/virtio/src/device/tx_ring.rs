@@ -1,0 +1,425 @@
+//! Receiving from a guest TX ring.
+
+use std::fmt;
+use std::sync::Arc;
+
+use arrayvec::ArrayVec;
+use pollux_packet::{
+    BATCH_MAX, Batch, BatchStore, DropReason, ETHERNET_HEADER_BYTES, FRAME_BYTES_MAX, HEAD_BYTES,
+    NET_HEADER_BYTES, Offload, OpenFrame, Span, SpansFull,
+};
+use pollux_sys::prefetch_read;
+
+use super::split::{Heads, SplitDevice};
+use super::{Notifications, RingConfig, RingFault};
+use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
+use crate::memory::GuestMemory;
+use crate::spec::DescFlags;
+use crate::split::{Descriptor, RingError};
+
+/// Where a burst ends; at least one chain is taken if there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BurstLimit {
+    /// Chains, at most [`BATCH_MAX`].
+    pub chains: u16,
+    /// Work units: one a chain and one for each descriptor after its second.
+    pub units: u32,
+    /// Bytes of frames.
+    pub bytes: u64,
+}
+
+impl BurstLimit {
+    /// The longest burst for which a ring may be held: 64 chains or 64 KiB.
+    pub const MAX: Self = Self {
+        chains: 64,
+        units: u32::MAX,
+        bytes: 64 << 10,
+    };
+}
+
+/// Pieces that a burst can hold beyond the ring size: buffers that lie over two
+/// regions are two.
+const SPARE_PIECES: usize = 64;
+
+/// The device half of a guest TX ring.
+#[derive(Debug)]
+pub struct TxRing {
+    memory: Arc<GuestMemory>,
+    store: BatchStore,
+    returns: Returns,
+    net_header_bytes: u32,
+}
+
+/// Frames of one burst, and the chains that they came in.
+///
+/// Nothing is taken from the ring before [`finish`](Returns::finish): a burst
+/// that is dropped is received again. No frame outlives its burst:
+///
+/// ```compile_fail
+/// # use pollux_virtio::device::{BurstLimit, TxRing};
+/// fn keep<'a>(ring: &'a mut TxRing) {
+///     let burst = ring.receive(BurstLimit::MAX);
+///     let frame = burst.batch.frame(0);
+///     burst.returns.finish(1);
+///     drop(burst);
+///     drop(frame); // error: `burst` was moved while borrowed
+/// }
+/// ```
+///
+/// nor does a second burst start while a frame of the first is in use:
+///
+/// ```compile_fail
+/// # use pollux_virtio::device::{BurstLimit, TxRing};
+/// fn two(ring: &mut TxRing) {
+///     let first = ring.receive(BurstLimit::MAX);
+///     let second = ring.receive(BurstLimit::MAX); // error: second mutable borrow
+///     println!("{} {}", first.batch.len(), second.batch.len());
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Burst<'q> {
+    /// The frames, in order of arrival.
+    pub batch: Batch<'q>,
+    /// What must go back to the guest.
+    pub returns: &'q mut Returns,
+}
+
+/// The chains of a burst and the ring that they go back to.
+pub struct Returns {
+    device: SplitDevice,
+    heads: Heads,
+    /// Chain of each frame: dropped chains have none.
+    chain_of_frame: ArrayVec<u8, BATCH_MAX>,
+    /// Chains that were looked at; those behind stay available.
+    chains: u16,
+    units: u32,
+    /// Chains that gave no frame, ascending.
+    rejected: ArrayVec<(u8, DropReason), BATCH_MAX>,
+    chain_errors: ChainErrorCounts,
+}
+
+impl TxRing {
+    /// Starts the device half of a guest TX ring.
+    ///
+    /// # Errors
+    /// If the ring's areas are not whole and aligned in guest memory.
+    pub fn new(memory: Arc<GuestMemory>, config: RingConfig) -> Result<Self, RingError> {
+        let net_header_bytes = config.features.net_header_bytes();
+        let size = usize::from(config.areas.size);
+        let device = SplitDevice::new(Arc::clone(&memory), config)?;
+        Ok(Self {
+            store: BatchStore::new(2 * size + SPARE_PIECES + memory.regions().len()),
+            returns: Returns {
+                device,
+                heads: Heads::new(),
+                chain_of_frame: ArrayVec::new(),
+                chains: 0,
+                units: 0,
+                rejected: ArrayVec::new(),
+                chain_errors: ChainErrorCounts::default(),
+            },
+            memory,
+            net_header_bytes,
+        })
+    }
+
+    /// Receives one burst. An empty one (no chain) means that nothing is there
+    /// or that the ring is broken: see [`fault`](Self::fault).
+    #[inline]
+    pub fn receive(&mut self, limit: BurstLimit) -> Burst<'_> {
+        let Self {
+            memory,
+            store,
+            returns,
+            net_header_bytes,
+        } = self;
+        let memory: &GuestMemory = memory;
+        let mut batch = store.begin();
+        returns.clear();
+        returns.heads = returns.device.take_heads(limit.chains);
+        if returns.heads.is_empty() {
+            return Burst { batch, returns };
+        }
+        let found = look_up(memory, &returns.device, &returns.heads, *net_header_bytes);
+        returns.snapshot(memory, &found, &mut batch, limit, *net_header_bytes);
+        if !returns.device.is_whole() {
+            // What was read may be zeros in the place of the guest's bytes.
+            batch.clear();
+            returns.clear();
+        }
+        Burst { batch, returns }
+    }
+
+    /// Why the ring is broken, if it is.
+    #[must_use]
+    pub fn fault(&self) -> Option<RingFault> {
+        self.returns.device.fault()
+    }
+
+    /// Descriptors in the ring.
+    #[must_use]
+    pub fn size(&self) -> u16 {
+        self.returns.device.ring().size()
+    }
+
+    /// Position in the available ring, for GET_VRING_BASE: every chain before
+    /// it was returned.
+    #[must_use]
+    pub fn base(&self) -> u16 {
+        self.returns.device.base()
+    }
+
+    /// Calls sent and suppressed.
+    #[must_use]
+    pub fn notifications(&self) -> Notifications {
+        self.returns.device.notifications()
+    }
+
+    /// How often each kind of unusable chain was met.
+    #[must_use]
+    pub fn chain_errors(&self) -> ChainErrorCounts {
+        self.returns.chain_errors
+    }
+
+    /// Asks for a kick on the next chain, before sleeping. True if there is a
+    /// chain already: do not sleep.
+    pub fn request_kick(&mut self) -> bool {
+        self.returns.device.request_kick()
+    }
+
+    /// Back to polling: kicks cost the guest an exit and are not needed.
+    pub fn suppress_kicks(&mut self) {
+        self.returns.device.suppress_kicks();
+    }
+}
+
+/// A chain after the look-up: the frame's bytes with its net header if the
+/// chain is one buffer (nearly always), else an empty span.
+#[derive(Clone, Copy)]
+struct Found<'m> {
+    whole: Span<'m>,
+    head: Descriptor,
+}
+
+/// Phase 2: copies each head's descriptor, translates it and prefetches the
+/// first bytes that it leads to.
+#[inline]
+fn look_up<'m>(
+    memory: &'m GuestMemory,
+    device: &SplitDevice,
+    heads: &Heads,
+    net_header_bytes: u32,
+) -> ArrayVec<Found<'m>, BATCH_MAX> {
+    let mut found = ArrayVec::new();
+    let len_min = net_header_bytes + ETHERNET_HEADER_BYTES;
+    let len_span = FRAME_BYTES_MAX - ETHERNET_HEADER_BYTES;
+    let snapshot_bytes = net_header_bytes + HEAD_BYTES;
+    for &index in heads {
+        let head = device.ring().desc(index);
+        let mut whole = Span::EMPTY;
+        if head.flags.known() == DescFlags::default() && head.len.wrapping_sub(len_min) <= len_span
+        {
+            if let Some(span) = memory.span(head.addr, head.len) {
+                whole = span.as_span();
+                prefetch_read(whole.as_ptr());
+                let last = whole.len().min(snapshot_bytes) - 1;
+                prefetch_read(whole.skip(last).as_ptr());
+            }
+        } else if let Some(piece) = memory.piece(head.addr, head.len) {
+            prefetch_read(piece.as_ptr());
+        }
+        found.push(Found { whole, head });
+    }
+    found
+}
+
+impl Returns {
+    #[inline]
+    fn clear(&mut self) {
+        self.heads.clear();
+        self.chain_of_frame.clear();
+        self.chains = 0;
+        self.units = 0;
+        self.rejected.clear();
+    }
+
+    /// Phase 3: copies each net header and head, and judges the copies.
+    #[inline]
+    fn snapshot<'q>(
+        &mut self,
+        memory: &'q GuestMemory,
+        found: &ArrayVec<Found<'q>, BATCH_MAX>,
+        batch: &mut Batch<'q>,
+        limit: BurstLimit,
+        net_header_bytes: u32,
+    ) {
+        for (chain, found) in (0..).zip(found) {
+            let pushed = if found.whole.is_empty() {
+                let mut walk = Walk::new(memory, self.device.ring(), found.head);
+                let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
+                if pushed == Err(Rejected::Chain(ChainError::TooManyPieces)) && chain > 0 {
+                    // The pieces of this chain do not fit behind those of the
+                    // frames before it: it comes first in the next burst.
+                    break;
+                }
+                self.units += units_of_chain(walk.descriptors());
+                pushed
+            } else {
+                self.units += 1;
+                push_whole(found.whole, batch, net_header_bytes)
+            };
+            self.chains += 1;
+            match pushed {
+                Ok(()) => self.chain_of_frame.push(chain),
+                Err(rejected) => self.reject(chain, rejected),
+            }
+            if self.units >= limit.units || batch.bytes() >= limit.bytes {
+                break;
+            }
+        }
+    }
+
+    #[cold]
+    fn reject(&mut self, chain: u8, rejected: Rejected) {
+        let reason = match rejected {
+            Rejected::Offload => DropReason::BadOffload,
+            Rejected::Chain(error) => {
+                self.chain_errors.add(error);
+                match error {
+                    ChainError::Runt => DropReason::Runt,
+                    ChainError::Oversize => DropReason::Oversize,
+                    _ => DropReason::BadChain,
+                }
+            }
+        };
+        self.rejected.push((chain, reason));
+    }
+
+    /// Chains that were looked at, frames and drops; after
+    /// [`finish`](Self::finish), chains that went back.
+    #[inline]
+    #[must_use]
+    pub fn chains(&self) -> u32 {
+        u32::from(self.chains)
+    }
+
+    /// Why each chain without a frame was dropped; after
+    /// [`finish`](Self::finish), of those that went back.
+    #[inline]
+    pub fn drops(&self) -> impl Iterator<Item = DropReason> + '_ {
+        self.rejected.iter().map(|&(_, reason)| reason)
+    }
+
+    /// Work units spent on receiving.
+    #[inline]
+    #[must_use]
+    pub fn units(&self) -> u32 {
+        self.units
+    }
+
+    /// Gives the chains back to the guest, up to but without that of frame
+    /// `frames`; all of them if `frames` is the length of the batch. Later
+    /// chains stay available and come first in the next burst.
+    ///
+    /// The guest sees all of them at once: one index store, one decision
+    /// whether to call.
+    #[inline]
+    pub fn finish(&mut self, frames: usize) {
+        if let Some(&chain) = self.chain_of_frame.get(frames) {
+            self.chains = u16::from(chain);
+            self.rejected.retain(|&mut (rejected, _)| rejected < chain);
+        }
+        for (offset, &head) in (0..self.chains).zip(&self.heads) {
+            // The device wrote nothing to a TX chain (B-21).
+            self.device.set_used(offset, head, 0);
+        }
+        self.device.publish(self.chains);
+    }
+}
+
+impl fmt::Debug for Returns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Returns")
+            .field("device", &self.device)
+            .field("chains", &self.chains)
+            .field("units", &self.units)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why a chain gives no frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rejected {
+    Chain(ChainError),
+    /// The chain is sound, its net header asks for what was not negotiated.
+    Offload,
+}
+
+/// One for the chain and one for every descriptor after its second.
+#[inline]
+pub(super) fn units_of_chain(descriptors: u32) -> u32 {
+    descriptors.saturating_sub(2) + 1
+}
+
+/// Adds the frame of a chain that is one buffer.
+#[inline]
+fn push_whole<'q>(
+    whole: Span<'q>,
+    batch: &mut Batch<'q>,
+    net_header_bytes: u32,
+) -> Result<(), Rejected> {
+    let mut header = [0; NET_HEADER_BYTES];
+    // `num_buffers` is not used in this direction.
+    whole.snapshot(&mut header);
+    if Offload::from_header(&header).is_requested() {
+        return Err(Rejected::Offload);
+    }
+    batch.push(Offload::default(), whole.skip(net_header_bytes));
+    Ok(())
+}
+
+/// Follows a chain of several buffers and adds its frame.
+fn push_chain<'q>(
+    memory: &'q GuestMemory,
+    walk: &mut Walk<'_>,
+    batch: &mut Batch<'q>,
+    net_header_bytes: u32,
+) -> Result<(), Rejected> {
+    let mut open = batch.open();
+    let offload = gather(memory, walk, &mut open, net_header_bytes).map_err(Rejected::Chain)?;
+    if offload.is_requested() {
+        return Err(Rejected::Offload);
+    }
+    open.close(Offload::default());
+    Ok(())
+}
+
+/// Collects the pieces of a chain and takes the net header off, wherever it
+/// ends (B-25).
+fn gather<'q>(
+    memory: &'q GuestMemory,
+    walk: &mut Walk<'_>,
+    open: &mut OpenFrame<'_, 'q>,
+    net_header_bytes: u32,
+) -> Result<Offload, ChainError> {
+    let bytes_max = net_header_bytes + FRAME_BYTES_MAX;
+    let mut bytes = 0;
+    while let Some(buffer) = walk.buffer()? {
+        if buffer.flags.intersects(DescFlags::WRITE) {
+            return Err(ChainError::Direction);
+        }
+        if buffer.len > bytes_max - bytes {
+            return Err(ChainError::Oversize);
+        }
+        bytes += pieces(memory, buffer, buffer.len, |piece| {
+            open.add(piece.as_span())
+                .map_err(|SpansFull| ChainError::TooManyPieces)
+        })?;
+    }
+    if bytes < net_header_bytes + ETHERNET_HEADER_BYTES {
+        return Err(ChainError::Runt);
+    }
+    let mut header = [0; NET_HEADER_BYTES];
+    open.take_front(&mut header[..net_header_bytes as usize]);
+    Ok(Offload::from_header(&header))
+}

@@ -1,0 +1,358 @@
+//! The three areas of a split ring (virtio 1.2, section 2.7), checked once.
+//!
+//! A [`SplitRing`] exists only if its areas lie whole and aligned in guest
+//! memory; positions are masked into the ring. So both halves of a ring are
+//! written in safe code, and no value that a peer writes can lead outside.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+
+use crate::memory::GuestMemory;
+use crate::spec::{DESC_BYTES, DescFlags, RING_SIZE_MAX};
+
+/// Where a ring lies, in guest addresses (bytes), and its size in descriptors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingAreas {
+    /// Number of descriptors: a power of two, at most [`RING_SIZE_MAX`].
+    pub size: u16,
+    /// Descriptor table, aligned to 16.
+    pub desc_addr: u64,
+    /// Available ring, aligned to 2.
+    pub avail_addr: u64,
+    /// Used ring, aligned to 4.
+    pub used_addr: u64,
+}
+
+impl RingAreas {
+    /// Bytes of the descriptor table.
+    #[must_use]
+    pub const fn desc_bytes(size: u16) -> u32 {
+        DESC_BYTES * size as u32
+    }
+
+    /// Bytes of the available ring, `used_event` included.
+    #[must_use]
+    pub const fn avail_bytes(size: u16) -> u32 {
+        6 + 2 * size as u32
+    }
+
+    /// Bytes of the used ring, `avail_event` included.
+    #[must_use]
+    pub const fn used_bytes(size: u16) -> u32 {
+        6 + 8 * size as u32
+    }
+}
+
+/// A ring that cannot be used as it was configured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// Not a power of two from 1 to [`RING_SIZE_MAX`].
+    #[error("ring size {size} is not a power of two from 1 to {RING_SIZE_MAX}")]
+    Size {
+        /// Descriptors asked for.
+        size: u16,
+    },
+    /// An area is not aligned as section 2.7 asks.
+    #[error("{area} at guest address {addr:#x} is not aligned to {align} bytes")]
+    Misaligned {
+        /// Which area.
+        area: &'static str,
+        /// Its guest address.
+        addr: u64,
+        /// Alignment in bytes.
+        align: usize,
+    },
+    /// An area does not lie in one region of guest memory.
+    #[error(
+        "{area} at guest address {addr:#x} with {bytes} bytes does not lie in one memory region"
+    )]
+    Unmapped {
+        /// Which area.
+        area: &'static str,
+        /// Its guest address.
+        addr: u64,
+        /// Its length.
+        bytes: u32,
+    },
+}
+
+/// A descriptor, copied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: DescFlags,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    /// From the two little-endian words of the table.
+    #[inline]
+    pub(crate) fn from_words(addr: u64, rest: u64) -> Self {
+        let [l0, l1, l2, l3, f0, f1, n0, n1] = rest.to_le_bytes();
+        Self {
+            addr,
+            len: u32::from_le_bytes([l0, l1, l2, l3]),
+            flags: DescFlags(u16::from_le_bytes([f0, f1])),
+            next: u16::from_le_bytes([n0, n1]),
+        }
+    }
+
+    /// The two little-endian words of the table.
+    #[inline]
+    pub(crate) fn to_words(self) -> (u64, u64) {
+        let rest = u64::from(self.len) | u64::from(self.flags.0) << 32 | u64::from(self.next) << 48;
+        (self.addr, rest)
+    }
+}
+
+/// An entry of the used ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct UsedEntry {
+    pub(crate) id: u32,
+    pub(crate) len: u32,
+}
+
+/// The areas of a ring as checked pointers.
+#[derive(Debug)]
+pub(crate) struct SplitRing {
+    size: u16,
+    desc: NonNull<u8>,
+    avail: NonNull<u8>,
+    used: NonNull<u8>,
+    /// Keeps the areas mapped.
+    memory: Arc<GuestMemory>,
+}
+
+// SAFETY: the pointers lead into mappings that `memory` owns and are used
+// through atomics only.
+unsafe impl Send for SplitRing {}
+
+const IDX: usize = 2;
+const RING: usize = 4;
+
+impl SplitRing {
+    pub(crate) fn new(memory: Arc<GuestMemory>, areas: RingAreas) -> Result<Self, RingError> {
+        let RingAreas {
+            size,
+            desc_addr,
+            avail_addr,
+            used_addr,
+        } = areas;
+        if !size.is_power_of_two() || size > RING_SIZE_MAX {
+            return Err(RingError::Size { size });
+        }
+        let area = |area, addr, bytes, align| {
+            let span = memory
+                .span(addr, bytes)
+                .ok_or(RingError::Unmapped { area, addr, bytes })?;
+            // Regions need not start at a multiple of what their file does, so
+            // it is the address that will be used that has to be aligned.
+            let ptr = span.as_ptr().cast_mut();
+            if !ptr.addr().is_multiple_of(align) {
+                return Err(RingError::Misaligned { area, addr, align });
+            }
+            Ok(NonNull::new(ptr).expect("a mapping is not at address 0"))
+        };
+        let desc = area(
+            "descriptor table",
+            desc_addr,
+            RingAreas::desc_bytes(size),
+            16,
+        )?;
+        let avail = area(
+            "available ring",
+            avail_addr,
+            RingAreas::avail_bytes(size),
+            2,
+        )?;
+        let used = area("used ring", used_addr, RingAreas::used_bytes(size), 4)?;
+        Ok(Self {
+            size,
+            desc,
+            avail,
+            used,
+            memory,
+        })
+    }
+
+    #[inline]
+    pub(crate) fn size(&self) -> u16 {
+        self.size
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// Ring position to index: sizes are powers of two.
+    #[inline]
+    fn index(&self, position: u16) -> usize {
+        usize::from(position & (self.size - 1))
+    }
+
+    #[inline]
+    fn desc_word(&self, index: u16, word: usize) -> &AtomicU64 {
+        let offset = self.index(index) * DESC_BYTES as usize + word * 8;
+        let ptr = self.desc.as_ptr().wrapping_add(offset).cast();
+        // SAFETY: the masked index lies in the table, which was checked for
+        // length and alignment (16) and stays mapped as `memory` is owned.
+        unsafe { AtomicU64::from_ptr(ptr) }
+    }
+
+    #[inline]
+    fn avail_word(&self, offset: usize) -> &AtomicU16 {
+        debug_assert!(offset < RingAreas::avail_bytes(self.size) as usize);
+        let ptr = self.avail.as_ptr().wrapping_add(offset).cast();
+        // SAFETY: callers give a fixed field or a masked index, so the offset
+        // lies in the area, which was checked for length and alignment (2) and
+        // stays mapped as `memory` is owned.
+        unsafe { AtomicU16::from_ptr(ptr) }
+    }
+
+    #[inline]
+    fn used_word(&self, offset: usize) -> &AtomicU16 {
+        debug_assert!(offset < RingAreas::used_bytes(self.size) as usize);
+        let ptr = self.used.as_ptr().wrapping_add(offset).cast();
+        // SAFETY: as `avail_word`, with the used ring (alignment 4).
+        unsafe { AtomicU16::from_ptr(ptr) }
+    }
+
+    #[inline]
+    fn used_entry_ptr(&self, position: u16) -> *mut u64 {
+        let offset = RING + 8 * self.index(position);
+        self.used.as_ptr().wrapping_add(offset).cast()
+    }
+
+    // Descriptor table: written by the driver, read by the device.
+
+    /// Copies a descriptor. The two halves may be of different moments if the
+    /// driver changes it meanwhile: then the driver lies, and the copy is
+    /// judged as it is.
+    #[inline]
+    pub(crate) fn desc(&self, index: u16) -> Descriptor {
+        let addr = self.desc_word(index, 0).load(Ordering::Relaxed);
+        let rest = self.desc_word(index, 1).load(Ordering::Relaxed);
+        Descriptor::from_words(u64::from_le(addr), u64::from_le(rest))
+    }
+
+    #[inline]
+    pub(crate) fn set_desc(&self, index: u16, descriptor: Descriptor) {
+        let (addr, rest) = descriptor.to_words();
+        self.desc_word(index, 0)
+            .store(addr.to_le(), Ordering::Relaxed);
+        self.desc_word(index, 1)
+            .store(rest.to_le(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn prefetch_desc(&self, index: u16) {
+        pollux_sys::prefetch_read(self.desc_word(index, 0).as_ptr().cast());
+    }
+
+    // Available ring: written by the driver, read by the device.
+
+    /// Acquire: what the driver wrote before it moved the index is seen.
+    #[inline]
+    pub(crate) fn avail_idx(&self) -> u16 {
+        u16::from_le(self.avail_word(IDX).load(Ordering::Acquire))
+    }
+
+    #[inline]
+    pub(crate) fn set_avail_idx(&self, idx: u16) {
+        self.avail_word(IDX).store(idx.to_le(), Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn avail_head(&self, position: u16) -> u16 {
+        let offset = RING + 2 * self.index(position);
+        u16::from_le(self.avail_word(offset).load(Ordering::Relaxed))
+    }
+
+    #[inline]
+    pub(crate) fn set_avail_head(&self, position: u16, head: u16) {
+        let offset = RING + 2 * self.index(position);
+        self.avail_word(offset)
+            .store(head.to_le(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn avail_flags(&self) -> u16 {
+        u16::from_le(self.avail_word(0).load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_avail_flags(&self, flags: u16) {
+        self.avail_word(0).store(flags.to_le(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn used_event(&self) -> u16 {
+        let offset = RING + 2 * usize::from(self.size);
+        u16::from_le(self.avail_word(offset).load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_used_event(&self, event: u16) {
+        let offset = RING + 2 * usize::from(self.size);
+        self.avail_word(offset)
+            .store(event.to_le(), Ordering::Relaxed);
+    }
+
+    // Used ring: written by the device, read by the driver.
+
+    /// Acquire: what the device wrote before it moved the index is seen.
+    #[inline]
+    pub(crate) fn used_idx(&self) -> u16 {
+        u16::from_le(self.used_word(IDX).load(Ordering::Acquire))
+    }
+
+    /// Release: entries and buffers written before are seen by the driver.
+    #[inline]
+    pub(crate) fn set_used_idx(&self, idx: u16) {
+        self.used_word(IDX).store(idx.to_le(), Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn used_entry(&self, position: u16) -> UsedEntry {
+        // SAFETY: the masked index lies in the used ring, which is as long as
+        // that and stays mapped; an entry is aligned to 4 only.
+        let word = unsafe { self.used_entry_ptr(position).read_unaligned() };
+        let [i0, i1, i2, i3, l0, l1, l2, l3] = word.to_ne_bytes();
+        UsedEntry {
+            id: u32::from_le_bytes([i0, i1, i2, i3]),
+            len: u32::from_le_bytes([l0, l1, l2, l3]),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn set_used_entry(&self, position: u16, entry: UsedEntry) {
+        let word = (u64::from(entry.id) | u64::from(entry.len) << 32).to_le();
+        // SAFETY: as `used_entry`. The driver does not look before the index
+        // is released.
+        unsafe { self.used_entry_ptr(position).write_unaligned(word) };
+    }
+
+    #[inline]
+    pub(crate) fn prefetch_used_entry(&self, position: u16) {
+        pollux_sys::prefetch_write(self.used_entry_ptr(position).cast());
+    }
+
+    pub(crate) fn used_flags(&self) -> u16 {
+        u16::from_le(self.used_word(0).load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_used_flags(&self, flags: u16) {
+        self.used_word(0).store(flags.to_le(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn avail_event(&self) -> u16 {
+        let offset = RING + 8 * usize::from(self.size);
+        u16::from_le(self.used_word(offset).load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_avail_event(&self, event: u16) {
+        let offset = RING + 8 * usize::from(self.size);
+        self.used_word(offset)
+            .store(event.to_le(), Ordering::Relaxed);
+    }
+}
