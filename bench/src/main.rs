@@ -1,2 +1,46 @@
-//! Benchmarks.
-fn main() {}
+//! Benchmarks of pollux. Every result comes with the state of the machine it
+//! was taken on: see [`probe`].
+#![forbid(unsafe_code)]
+
+mod probe;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::probe::MachineState;
+
+/// Benchmarks of pollux.
+#[derive(Debug, Parser)]
+#[command(name = "pollux-bench")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Say what state this machine is in; compare only runs of the same state.
+    Probe(ProbeArgs),
+}
+
+#[derive(Args, Debug)]
+struct ProbeArgs {
+    /// Print one JSON document.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().task {
+        Task::Probe(args) => print_probe(&args),
+    }
+}
+
+fn print_probe(args: &ProbeArgs) -> anyhow::Result<()> {
+    let state = MachineState::probe()?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&state)?);
+    } else {
+        println!("{state}");
+    }
+    Ok(())
+}

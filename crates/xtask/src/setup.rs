@@ -1,0 +1,225 @@
+//! Brings a fresh machine to the point where every layer can run.
+//!
+//! What is missing is installed where that is possible; where it is not, the
+//! layers that need it are skipped with the reason and what to do.
+//!
+//! A C linker is needed to build this program itself, so on a machine without
+//! one `.ci/run` installs it first. It is checked here too, for an xtask that
+//! was built elsewhere.
+
+use std::{env, fs, io, path::Path, process::Command, time::Duration};
+
+use crate::{
+    command::{self, Ended},
+    layers::{self, Layer},
+};
+
+/// What a layer may need that is not part of this workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    /// A program on PATH, from these Debian packages.
+    Program {
+        name: &'static str,
+        packages: &'static [&'static str],
+    },
+    /// A component of the Rust toolchain, found by this cargo subcommand.
+    Component {
+        name: &'static str,
+        subcommand: &'static str,
+    },
+}
+
+const LINKER: Need = Need::Program {
+    name: "cc",
+    packages: &["gcc", "libc6-dev"],
+};
+const RUSTFMT: Need = Need::Component {
+    name: "rustfmt",
+    subcommand: "fmt",
+};
+const CLIPPY: Need = Need::Component {
+    name: "clippy",
+    subcommand: "clippy",
+};
+
+/// What each layer needs.
+const fn needs(layer: Layer) -> &'static [Need] {
+    match layer {
+        Layer::Fmt => &[RUSTFMT],
+        Layer::Clippy => &[LINKER, CLIPPY],
+        Layer::Tidy => &[],
+        Layer::Test | Layer::Loom | Layer::Bench => &[LINKER],
+    }
+}
+
+/// Result of the set-up: which layers cannot run, and why.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tools {
+    missing: Vec<(Layer, String)>,
+}
+
+impl Tools {
+    /// Why `layer` cannot run here; `None` when it can.
+    pub(crate) fn missing(&self, layer: Layer) -> Option<&str> {
+        self.missing
+            .iter()
+            .find_map(|(other, reason)| (*other == layer).then_some(reason.as_str()))
+    }
+}
+
+/// Checks what `layers` need and, if `install`, installs what is missing.
+pub(crate) fn prepare(layers: &[Layer], install: bool, limit: Duration) -> Tools {
+    println!("=== set-up");
+    let mut tools = Tools::default();
+    let mut done: Vec<(Need, Result<(), String>)> = Vec::new();
+    for &layer in layers {
+        for &need in needs(layer) {
+            let known = done.iter().find(|(other, _)| *other == need);
+            let result = if let Some((_, result)) = known {
+                result.clone()
+            } else {
+                let result = provide(need, install, limit);
+                println!(
+                    "{}: {}",
+                    need.name(),
+                    match &result {
+                        Ok(()) => "present",
+                        Err(reason) => reason,
+                    }
+                );
+                done.push((need, result.clone()));
+                result
+            };
+            if let Err(reason) = result {
+                tools.missing.push((layer, reason));
+            }
+        }
+    }
+    tools
+}
+
+impl Need {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Program { name, .. } | Self::Component { name, .. } => name,
+        }
+    }
+
+    fn is_present(self) -> bool {
+        match self {
+            Self::Program { name, .. } => on_path(name),
+            // A toolchain manager leaves a stand-in for a missing component,
+            // so only running it tells.
+            Self::Component { subcommand, .. } => layers::cargo([subcommand, "--version"])
+                .output()
+                .is_ok_and(|output| output.status.success()),
+        }
+    }
+
+    /// The command that a person would type.
+    fn remedy(self) -> String {
+        match self {
+            Self::Program { packages, .. } => {
+                format!("as root: apt-get install {}", packages.join(" "))
+            }
+            Self::Component { name, .. } => format!("rustup component add {name}"),
+        }
+    }
+
+    /// Installs it, or says why that cannot be tried or did not work.
+    fn install(self, limit: Duration) -> Result<(), String> {
+        match self {
+            Self::Program { packages, .. } => {
+                if !on_path("apt-get") {
+                    return Err("there is no apt-get here".to_owned());
+                }
+                if !is_root() {
+                    return Err("only root can install packages".to_owned());
+                }
+                run("apt-get", &["update"], limit)?;
+                let mut args = vec!["install", "--yes", "--no-install-recommends"];
+                args.extend(packages);
+                run("apt-get", &args, limit)
+            }
+            Self::Component { name, .. } => {
+                if !on_path("rustup") {
+                    return Err("the Rust toolchain is not managed by rustup".to_owned());
+                }
+                run("rustup", &["component", "add", name], limit)
+            }
+        }
+    }
+}
+
+/// Makes `need` present; the error says what is missing, why, and what to do.
+fn provide(need: Need, install: bool, limit: Duration) -> Result<(), String> {
+    if need.is_present() {
+        return Ok(());
+    }
+    let installed = if install {
+        need.install(limit)
+    } else {
+        Err("--no-install was given".to_owned())
+    };
+    let reason = match installed {
+        Ok(()) if need.is_present() => return Ok(()),
+        Ok(()) => "it was installed but still cannot be run".to_owned(),
+        Err(reason) => reason,
+    };
+    Err(format!(
+        "{} is missing and was not installed ({reason}); {}",
+        need.name(),
+        need.remedy()
+    ))
+}
+
+fn run(program: &str, args: &[&str], limit: Duration) -> Result<(), String> {
+    println!("$ {program} {}", args.join(" "));
+    let mut command = Command::new(program);
+    command.args(args).env("DEBIAN_FRONTEND", "noninteractive");
+    match command::run(command, limit, &mut io::stdout(), |_| {}) {
+        Ok(Ended::Success) => Ok(()),
+        Ok(Ended::Failure) => Err(format!("{program} failed, see above")),
+        Ok(Ended::TimedOut(limit)) => Err(format!("{program} took over {} s", limit.as_secs())),
+        Err(error) => Err(format!("{program} could not be run: {error}")),
+    }
+}
+
+fn on_path(program: &str) -> bool {
+    env::var_os("PATH")
+        .is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+fn is_root() -> bool {
+    fs::read_to_string(Path::new("/proc/self/status"))
+        .is_ok_and(|status| effective_uid(&status) == Some(0))
+}
+
+/// Effective user of a `/proc/PID/status` text: the second number of `Uid:`
+/// (proc_pid_status(5)).
+fn effective_uid(status: &str) -> Option<u32> {
+    let numbers = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    numbers.split_whitespace().nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_effective_user_is_read() {
+        assert_eq!(effective_uid("Name:\tx\nUid:\t1000\t0\t0\t0\n"), Some(0));
+        assert_eq!(effective_uid("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn what_cannot_be_installed_says_what_to_do() {
+        let need = Need::Program {
+            name: "no-such-program",
+            packages: &["some-package"],
+        };
+        let reason = provide(need, false, Duration::from_secs(1)).unwrap_err();
+        assert!(reason.contains("no-such-program is missing"), "{reason}");
+        assert!(reason.contains("apt-get install some-package"), "{reason}");
+    }
+}
