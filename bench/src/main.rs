@@ -2,6 +2,7 @@
 //! was taken on: see [`probe`].
 #![forbid(unsafe_code)]
 
+mod engine;
 mod probe;
 
 use clap::{Args, Parser, Subcommand};
@@ -20,6 +21,8 @@ struct Cli {
 enum Task {
     /// Say what state this machine is in; compare only runs of the same state.
     Probe(ProbeArgs),
+    /// Measure the engine in this process: guests, rings and a worker.
+    Engine(engine::EngineArgs),
 }
 
 #[derive(Args, Debug)]
@@ -32,6 +35,7 @@ struct ProbeArgs {
 fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
         Task::Probe(args) => print_probe(&args),
+        Task::Engine(args) => engine::run(&args),
     }
 }
 

@@ -54,13 +54,20 @@ impl Distance {
     }
 }
 
-impl fmt::Display for Distance {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
+impl Distance {
+    /// The name in reports.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
             Self::Near => "NEAR",
             Self::Far => "FAR",
             Self::Single => "SINGLE",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Distance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
     }
 }
 
@@ -176,6 +183,15 @@ impl MachineState {
             clock_hz: clock.ticks_per_second(),
             clock_is_tsc: clock.is_tsc(),
         })
+    }
+}
+
+impl MachineState {
+    /// Round trip of a cache line in nanoseconds; 0 with one core.
+    pub(crate) fn ping_pong_ns(&self) -> f64 {
+        self.ping_pong
+            .as_ref()
+            .map_or(0.0, |measured| measured.median_ns)
     }
 }
 

@@ -197,6 +197,15 @@ impl<'q> Batch<'q> {
         &self.store.heads[index].0[..len]
     }
 
+    /// The heads of all frames, in order.
+    #[inline]
+    pub fn heads(&self) -> impl ExactSizeIterator<Item = &[u8]> {
+        let heads = self.store.heads.iter().zip(self.store.metas.iter());
+        heads
+            .take(self.frames_len)
+            .map(|(head, meta)| &head.0[..meta.head_len as usize])
+    }
+
     /// Length of frame `index` in bytes.
     ///
     /// # Panics

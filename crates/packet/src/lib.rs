@@ -15,6 +15,7 @@
 //! `batch.rs`).
 
 mod batch;
+mod burst;
 mod copy;
 mod drop;
 mod frame_set;
@@ -22,6 +23,7 @@ mod offload;
 mod span;
 
 pub use batch::{Batch, BatchStore, Frame, FrameReader, OpenFrame, SpansFull};
+pub use burst::{BurstLimit, Transmitted};
 pub use drop::{DropCounts, DropReason, DropSide};
 pub use frame_set::FrameSet;
 pub use offload::{NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, Offload};

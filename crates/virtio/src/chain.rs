@@ -105,15 +105,21 @@ enum Next {
 }
 
 impl<'m> Walk<'m> {
-    /// Starts at a head that was copied already.
+    /// Starts at a head that was copied already. At most `buffers_max` buffers
+    /// may follow: no chain has more than the ring size (section 2.7.5.3.1).
     #[inline]
-    pub(crate) fn new(memory: &'m GuestMemory, ring: &'m SplitRing, head: Descriptor) -> Self {
+    pub(crate) fn new(
+        memory: &'m GuestMemory,
+        ring: &'m SplitRing,
+        head: Descriptor,
+        buffers_max: u16,
+    ) -> Self {
         Self {
             memory,
             ring,
             indirect: None,
             next: Next::Copied(head),
-            left: ring.size(),
+            left: buffers_max,
             descriptors: 0,
         }
     }
@@ -122,6 +128,12 @@ impl<'m> Walk<'m> {
     #[inline]
     pub(crate) fn descriptors(&self) -> u32 {
         self.descriptors
+    }
+
+    /// Buffers that might have followed.
+    #[inline]
+    pub(crate) fn left(&self) -> u16 {
+        self.left
     }
 
     /// The next buffer, or `None` behind the last.

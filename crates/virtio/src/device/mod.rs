@@ -8,9 +8,11 @@ mod rx_ring;
 mod split;
 mod tx_ring;
 
-pub use rx_ring::{RxRing, Transmitted};
+pub use rx_ring::RxRing;
 pub use split::{Notifications, RingFault};
-pub use tx_ring::{Burst, BurstLimit, Returns, TxRing};
+pub use tx_ring::{Burst, Returns, TxRing};
+
+pub use pollux_packet::{BurstLimit, Transmitted};
 
 use pollux_sys::EventFd;
 

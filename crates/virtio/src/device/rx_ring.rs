@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use pollux_packet::{
-    BATCH_MAX, Batch, DropCounts, DropReason, Frame, FrameReader, FrameSet, HEAD_BYTES,
-    NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, SpanMut,
+    BATCH_MAX, Batch, DropReason, Frame, FrameReader, FrameSet, HEAD_BYTES, NET_HEADER_BYTES,
+    NET_HEADER_LEGACY_BYTES, SpanMut, Transmitted,
 };
 use pollux_sys::prefetch_write;
 
@@ -23,7 +23,21 @@ pub struct RxRing {
     memory: Arc<GuestMemory>,
     device: SplitDevice,
     layout: Layout,
+    /// Set by the last frame that did not fit into all chains together.
+    short: Option<Short>,
     chain_errors: ChainErrorCounts,
+}
+
+/// What a ring holds that was too short for a frame: until the driver posts
+/// more, frames that are longer need not be tried. Else a guest with a ring of
+/// tiny buffers would cost every sender a walk over all of them for each frame
+/// (B-56, B-59).
+#[derive(Clone, Copy, Debug)]
+struct Short {
+    /// Position behind the last available chain.
+    end: u16,
+    /// Bytes of all chains before it; less once some are taken.
+    bytes: u32,
 }
 
 /// How a frame is laid out in receive buffers.
@@ -31,31 +45,6 @@ pub struct RxRing {
 struct Layout {
     net_header_bytes: u32,
     mergeable: bool,
-}
-
-/// What became of the frames that were to be transmitted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Transmitted {
-    /// Frames that the guest has now.
-    pub frames: u32,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Work beyond one unit a frame: descriptors after a chain's second, chains
-    /// returned unused.
-    pub units: u32,
-    /// Frames that the guest did not get.
-    pub dropped: u32,
-    /// Why. All zero if `dropped` is 0.
-    pub drops: DropCounts,
-}
-
-impl Transmitted {
-    /// Counts `frames` as dropped for `reason`.
-    #[inline]
-    pub fn drop_frames(&mut self, frames: u32, reason: DropReason) {
-        self.dropped += frames;
-        self.drops.add(reason, u64::from(frames));
-    }
 }
 
 impl RxRing {
@@ -72,6 +61,7 @@ impl RxRing {
             device: SplitDevice::new(Arc::clone(&memory), config)?,
             memory,
             layout,
+            short: None,
             chain_errors: ChainErrorCounts::default(),
         })
     }
@@ -99,6 +89,7 @@ impl RxRing {
             memory: &self.memory,
             device: &mut self.device,
             layout: self.layout,
+            short: &mut self.short,
             chain_errors: &mut self.chain_errors,
         };
         filling.look_up();
@@ -177,6 +168,7 @@ struct Filling<'r> {
     memory: &'r GuestMemory,
     device: &'r mut SplitDevice,
     layout: Layout,
+    short: &'r mut Option<Short>,
     chain_errors: &'r mut ChainErrorCounts,
     heads: Heads,
     found: ArrayVec<Found<'r>, BATCH_MAX>,
@@ -250,15 +242,28 @@ impl Filling<'_> {
     /// (B-27). Buffers may be written before that is known: they are the
     /// guest's own and it does not get them.
     fn scatter(&mut self, frame: &Frame<'_>, needed: u32) -> Result<u16, Refused> {
+        if let Some(short) = *self.short
+            && needed > short.bytes
+            && self.device.avail_end() == short.end
+        {
+            return Err(Refused::Keep(DropReason::RxRingFull));
+        }
         let mut cut = Cut::new(frame, self.layout);
         let mut rest = needed;
         let mut chains = 0;
+        // Not for each chain: chains that share descriptors, which no driver
+        // makes, would multiply (B-56).
+        let mut buffers_max = self.device.ring().size();
         while rest > 0 {
             let offset = self.used + chains;
-            let (head, first) = self.chain(offset)?;
-            let mut walk = Walk::new(self.memory, self.device.ring(), first);
+            let Some((head, first)) = self.chain(offset) else {
+                return Err(Refused::Keep(self.no_chain(offset, needed - rest)));
+            };
+            let mut walk = Walk::new(self.memory, self.device.ring(), first, buffers_max);
             let filled = fill_chain(self.memory, &mut walk, rest, &mut cut);
-            self.units += units_of_chain(walk.descriptors()) - 1;
+            buffers_max = walk.left();
+            // The frame's own unit pays for the first chain.
+            self.units += units_of_chain(walk.descriptors()) - u32::from(chains == 0);
             let bytes = match filled {
                 Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains)),
                 Ok(bytes) => bytes,
@@ -283,19 +288,26 @@ impl Filling<'_> {
         Refused::Return(chains_before + 1)
     }
 
+    /// Why there is no chain `offset` behind the next one. Those before it hold
+    /// `bytes`.
+    fn no_chain(&mut self, offset: u16, bytes: u32) -> DropReason {
+        if self.device.fault().is_some() {
+            return DropReason::PortDown;
+        }
+        // Not the end as it may be by now: the driver may just have posted more.
+        let end = self.device.base().wrapping_add(offset);
+        *self.short = Some(Short { end, bytes });
+        DropReason::RxRingFull
+    }
+
     /// Head and first descriptor of the chain `offset` behind the next one.
-    fn chain(&mut self, offset: u16) -> Result<(u16, Descriptor), Refused> {
-        let head = self.head(offset).ok_or_else(|| {
-            Refused::Keep(match self.device.fault() {
-                Some(_) => DropReason::PortDown,
-                None => DropReason::RxRingFull,
-            })
-        })?;
+    fn chain(&mut self, offset: u16) -> Option<(u16, Descriptor)> {
+        let head = self.head(offset)?;
         let first = match self.found.get(usize::from(offset)) {
             Some(found) => found.head,
             None => self.device.ring().desc(head),
         };
-        Ok((head, first))
+        Some((head, first))
     }
 
     /// The head `offset` behind the next one, if it is available.

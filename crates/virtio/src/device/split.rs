@@ -125,6 +125,10 @@ impl SplitDevice {
             return known;
         }
         let seen = self.ring.avail_idx();
+        if !self.is_whole() {
+            // The index is a zero in the place of the guest's.
+            return 0;
+        }
         let available = seen.wrapping_sub(self.next_avail);
         if available > self.ring.size() {
             self.set_fault(RingFault::AvailIndex {
@@ -135,6 +139,12 @@ impl SplitDevice {
         }
         self.avail_seen = seen;
         available
+    }
+
+    /// Position behind the last available entry, as the driver says now.
+    pub(super) fn avail_end(&mut self) -> u16 {
+        let available = self.available(u16::MAX);
+        self.next_avail.wrapping_add(available)
     }
 
     /// Phase 1: copies up to `wanted` heads and prefetches their descriptors

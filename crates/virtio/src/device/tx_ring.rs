@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use pollux_packet::{
-    BATCH_MAX, Batch, BatchStore, DropReason, ETHERNET_HEADER_BYTES, FRAME_BYTES_MAX, HEAD_BYTES,
-    NET_HEADER_BYTES, Offload, OpenFrame, Span, SpansFull,
+    BATCH_MAX, Batch, BatchStore, BurstLimit, DropReason, ETHERNET_HEADER_BYTES, FRAME_BYTES_MAX,
+    HEAD_BYTES, NET_HEADER_BYTES, Offload, OpenFrame, Span, SpansFull,
 };
 use pollux_sys::prefetch_read;
 
@@ -16,26 +16,6 @@ use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
 use crate::spec::DescFlags;
 use crate::split::{Descriptor, RingError};
-
-/// Where a burst ends; at least one chain is taken if there is one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BurstLimit {
-    /// Chains, at most [`BATCH_MAX`].
-    pub chains: u16,
-    /// Work units: one a chain and one for each descriptor after its second.
-    pub units: u32,
-    /// Bytes of frames.
-    pub bytes: u64,
-}
-
-impl BurstLimit {
-    /// The longest burst for which a ring may be held: 64 chains or 64 KiB.
-    pub const MAX: Self = Self {
-        chains: 64,
-        units: u32::MAX,
-        bytes: 64 << 10,
-    };
-}
 
 /// Pieces that a burst can hold beyond the ring size: buffers that lie over two
 /// regions are two.
@@ -94,7 +74,7 @@ pub struct Returns {
     chains: u16,
     units: u32,
     /// Chains that gave no frame, ascending.
-    rejected: ArrayVec<(u8, DropReason), BATCH_MAX>,
+    rejected: ArrayVec<(u8, Rejected), BATCH_MAX>,
     chain_errors: ChainErrorCounts,
 }
 
@@ -136,7 +116,7 @@ impl TxRing {
         let memory: &GuestMemory = memory;
         let mut batch = store.begin();
         returns.clear();
-        returns.heads = returns.device.take_heads(limit.chains);
+        returns.heads = returns.device.take_heads(limit.frames);
         if returns.heads.is_empty() {
             return Burst { batch, returns };
         }
@@ -255,7 +235,12 @@ impl Returns {
     ) {
         for (chain, found) in (0..).zip(found) {
             let pushed = if found.whole.is_empty() {
-                let mut walk = Walk::new(memory, self.device.ring(), found.head);
+                let mut walk = Walk::new(
+                    memory,
+                    self.device.ring(),
+                    found.head,
+                    self.device.ring().size(),
+                );
                 let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
                 if pushed == Err(Rejected::Chain(ChainError::TooManyPieces)) && chain > 0 {
                     // The pieces of this chain do not fit behind those of the
@@ -271,28 +256,12 @@ impl Returns {
             self.chains += 1;
             match pushed {
                 Ok(()) => self.chain_of_frame.push(chain),
-                Err(rejected) => self.reject(chain, rejected),
+                Err(rejected) => self.rejected.push((chain, rejected)),
             }
             if self.units >= limit.units || batch.bytes() >= limit.bytes {
                 break;
             }
         }
-    }
-
-    #[cold]
-    fn reject(&mut self, chain: u8, rejected: Rejected) {
-        let reason = match rejected {
-            Rejected::Offload => DropReason::BadOffload,
-            Rejected::Chain(error) => {
-                self.chain_errors.add(error);
-                match error {
-                    ChainError::Runt => DropReason::Runt,
-                    ChainError::Oversize => DropReason::Oversize,
-                    _ => DropReason::BadChain,
-                }
-            }
-        };
-        self.rejected.push((chain, reason));
     }
 
     /// Chains that were looked at, frames and drops; after
@@ -307,7 +276,7 @@ impl Returns {
     /// [`finish`](Self::finish), of those that went back.
     #[inline]
     pub fn drops(&self) -> impl Iterator<Item = DropReason> + '_ {
-        self.rejected.iter().map(|&(_, reason)| reason)
+        self.rejected.iter().map(|&(_, rejected)| rejected.reason())
     }
 
     /// Work units spent on receiving.
@@ -334,6 +303,12 @@ impl Returns {
             self.device.set_used(offset, head, 0);
         }
         self.device.publish(self.chains);
+        for &(_, rejected) in &self.rejected {
+            // Not before they go back: a chain that stays is judged again.
+            if let Rejected::Chain(error) = rejected {
+                self.chain_errors.add(error);
+            }
+        }
     }
 }
 
@@ -353,6 +328,17 @@ enum Rejected {
     Chain(ChainError),
     /// The chain is sound, its net header asks for what was not negotiated.
     Offload,
+}
+
+impl Rejected {
+    fn reason(self) -> DropReason {
+        match self {
+            Self::Offload => DropReason::BadOffload,
+            Self::Chain(ChainError::Runt) => DropReason::Runt,
+            Self::Chain(ChainError::Oversize) => DropReason::Oversize,
+            Self::Chain(_) => DropReason::BadChain,
+        }
+    }
 }
 
 /// One for the chain and one for every descriptor after its second.

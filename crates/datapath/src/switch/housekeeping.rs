@@ -1,0 +1,142 @@
+//! The reaper and the clock: one ordinary thread.
+
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pollux_switch::Fdb;
+
+use super::Time;
+use crate::port::{Port, QueueState};
+use crate::worker::WorkerShared;
+
+/// How long retired values and broken queues may wait.
+const PERIOD: Duration = Duration::from_millis(10);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// What the thread looks after.
+#[derive(Default)]
+struct Watched {
+    workers: Vec<Arc<WorkerShared>>,
+    ports: Vec<Arc<Port>>,
+}
+
+struct Shared {
+    fdb: Arc<Fdb>,
+    tick: Arc<AtomicU16>,
+    stop: AtomicBool,
+    watched: Mutex<Watched>,
+}
+
+/// Drops what workers have retired, reports queues that broke, moves the tick
+/// and ages the FDB.
+pub(super) struct Housekeeping {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Housekeeping {
+    pub(super) fn start(fdb: Arc<Fdb>, time: Time) -> Self {
+        let shared = Arc::new(Shared {
+            fdb,
+            tick: Arc::new(AtomicU16::new(0)),
+            stop: AtomicBool::new(false),
+            watched: Mutex::default(),
+        });
+        let run = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("pollux-house".to_owned())
+            .spawn(move || run.run(time))
+            .expect("the kernel gives a thread at start");
+        Self {
+            shared,
+            thread: Some(thread),
+        }
+    }
+
+    /// Seconds that workers stamp addresses with.
+    pub(super) fn tick(&self) -> Arc<AtomicU16> {
+        Arc::clone(&self.shared.tick)
+    }
+
+    /// Replaces what is looked after. Retired values of a worker that is left
+    /// out are dropped first.
+    pub(super) fn watch(&self, workers: Vec<Arc<WorkerShared>>, ports: Vec<Arc<Port>>) {
+        let mut watched = self.shared.watched();
+        watched.reap();
+        *watched = Watched { workers, ports };
+    }
+
+    /// Drops what is retired now rather than within [`PERIOD`].
+    pub(super) fn wake(&self) {
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+
+    pub(super) fn advance_seconds(&self, seconds: u16) {
+        self.shared.advance(seconds);
+    }
+}
+
+impl Drop for Housekeeping {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.wake();
+        if let Some(thread) = self.thread.take() {
+            // It has nothing to say but that it panicked, which it has said.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self, time: Time) {
+        let mut next_second = Instant::now() + SECOND;
+        while !self.stop.load(Ordering::Relaxed) {
+            thread::park_timeout(PERIOD);
+            let watched = self.watched();
+            watched.reap();
+            watched.report_broken();
+            drop(watched);
+            let now = Instant::now();
+            if time == Time::Real && now >= next_second {
+                let seconds = 1 + (now - next_second).as_secs();
+                self.advance(u16::try_from(seconds).unwrap_or(u16::MAX));
+                next_second += SECOND * u32::try_from(seconds).unwrap_or(u32::MAX);
+            }
+        }
+        self.watched().reap();
+    }
+
+    fn advance(&self, seconds: u16) {
+        let before = self.tick.fetch_add(seconds, Ordering::Relaxed);
+        self.fdb.age(before.wrapping_add(seconds));
+    }
+
+    fn watched(&self) -> std::sync::MutexGuard<'_, Watched> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watched {
+    fn reap(&self) {
+        for worker in &self.workers {
+            while worker.reap().is_some() {}
+        }
+    }
+
+    fn report_broken(&self) {
+        for port in &self.ports {
+            if !port.take_broken() {
+                continue;
+            }
+            for (queue, state) in [("rx", port.rx_state()), ("tx", port.tx_state())] {
+                if let QueueState::Broken(fault) = state {
+                    tracing::warn!(port = port.name(), queue, fault, "queue is broken");
+                }
+            }
+        }
+    }
+}

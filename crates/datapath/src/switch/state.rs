@@ -1,0 +1,468 @@
+//! What control knows of a running switch, and the steps that change it.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use pollux_switch::{Fdb, Forwarding, ForwardingConfig, Mode, PortId};
+
+use super::ApplyError;
+use super::housekeeping::Housekeeping;
+use crate::PORTS_MAX;
+use crate::counters::{PortCounters, WorkerSnapshot};
+use crate::plan::{Action, Plan, PlannedMode, PortPlan, WorkerPlan};
+use crate::port::Port;
+use crate::worker::{Message, PolledQueue, PortTable, Task, Worker, WorkerShared};
+
+/// How often control looks whether a worker has acted. A burst lasts
+/// microseconds.
+const ACKNOWLEDGE_POLL: Duration = Duration::from_micros(50);
+
+struct RunningWorker {
+    plan: WorkerPlan,
+    shared: Arc<WorkerShared>,
+    thread: JoinHandle<()>,
+    /// Messages sent; as many acknowledgements will come.
+    sent: u64,
+}
+
+struct PlannedPort {
+    plan: PortPlan,
+    port: Arc<Port>,
+    /// Name of the worker that is to poll it.
+    worker: Option<String>,
+    /// Name of the worker that polls it.
+    polled_by: Option<String>,
+    /// What the port number had counted before this port had it.
+    baseline: PortCounters,
+}
+
+pub(super) struct State {
+    fdb: Arc<Fdb>,
+    thread_start: Option<fn()>,
+    mode: PlannedMode,
+    forward_bpdu: bool,
+    workers: Vec<RunningWorker>,
+    ports: Vec<PlannedPort>,
+    /// By port number: what workers that have ended had counted.
+    ended: Vec<PortCounters>,
+    /// Port numbers that have been in use are below this.
+    numbers_len: usize,
+}
+
+impl State {
+    pub(super) fn new(fdb: Arc<Fdb>, thread_start: Option<fn()>) -> Self {
+        Self {
+            fdb,
+            thread_start,
+            mode: PlannedMode::Learn,
+            forward_bpdu: false,
+            workers: Vec::new(),
+            ports: Vec::new(),
+            ended: vec![PortCounters::default(); usize::from(PORTS_MAX)],
+            numbers_len: 0,
+        }
+    }
+
+    pub(super) fn plan(&self) -> Plan {
+        Plan {
+            mode: self.mode.clone(),
+            forward_bpdu: self.forward_bpdu,
+            workers: self
+                .workers
+                .iter()
+                .map(|worker| worker.plan.clone())
+                .collect(),
+            ports: self.ports.iter().map(|port| port.plan.clone()).collect(),
+        }
+    }
+
+    /// Puts workers and ports in the order of the plan, so that what is in
+    /// force reads like what was asked for.
+    pub(super) fn reorder(&mut self, plan: &Plan) {
+        let place = |name: &str| plan.ports.iter().position(|port| port.name == name);
+        self.ports.sort_by_key(|port| place(&port.plan.name));
+        let place = |name: &str| plan.workers.iter().position(|worker| worker.name == name);
+        self.workers.sort_by_key(|worker| place(&worker.plan.name));
+    }
+
+    pub(super) fn port(&self, name: &str) -> Option<Arc<Port>> {
+        self.planned(name).map(|port| Arc::clone(&port.port))
+    }
+
+    pub(super) fn worker_of_port(&self, name: &str) -> Option<String> {
+        self.planned(name)?.polled_by.clone()
+    }
+
+    pub(super) fn port_counters(&self, name: &str) -> Option<PortCounters> {
+        let port = self.planned(name)?;
+        Some(
+            self.counted(port.port.identity().id())
+                .since(&port.baseline),
+        )
+    }
+
+    pub(super) fn worker_counters(&self, name: &str) -> Option<WorkerSnapshot> {
+        let worker = self
+            .workers
+            .iter()
+            .find(|worker| worker.plan.name == name)?;
+        Some(worker.shared.counters().read(self.numbers_len))
+    }
+
+    fn planned(&self, name: &str) -> Option<&PlannedPort> {
+        self.ports.iter().find(|port| port.plan.name == name)
+    }
+
+    /// Everything ever counted for a port number.
+    fn counted(&self, id: PortId) -> PortCounters {
+        let mut sum = self.ended[id.index()];
+        for worker in &self.workers {
+            sum.merge(&worker.shared.counters().read(id.index() + 1).ports[id.index()]);
+        }
+        sum
+    }
+
+    /// Takes one step. On an error the lists are as before it.
+    pub(super) fn perform(
+        &mut self,
+        action: &Action,
+        housekeeping: &Housekeeping,
+    ) -> Result<(), ApplyError> {
+        match action {
+            Action::RemovePort(name) => self.remove_port(name, housekeeping),
+            Action::AddWorker(plan) => self.add_worker(plan, housekeeping),
+            Action::RemoveWorker(name) => self.remove_worker(name, housekeeping),
+            Action::ChangePort(plan) => self.change_port(plan, housekeeping),
+            Action::AddPort(plan) => self.add_port(plan, housekeeping),
+            Action::SetMode { mode, forward_bpdu } => {
+                self.mode = mode.clone();
+                self.forward_bpdu = *forward_bpdu;
+                self.publish(housekeeping)
+            }
+        }
+    }
+
+    fn add_port(&mut self, plan: &PortPlan, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        let id = self.free_number();
+        let identity = self.fdb.open_port(id).map_err(|source| ApplyError::Fdb {
+            port: plan.name.clone(),
+            source,
+        })?;
+        self.ports.push(PlannedPort {
+            plan: plan.clone(),
+            port: Arc::new(Port::new(&plan.name, identity)),
+            worker: None,
+            polled_by: None,
+            baseline: self.counted(id),
+        });
+        self.publish(housekeeping)
+    }
+
+    fn remove_port(&mut self, name: &str, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        let Some(index) = self.ports.iter().position(|port| port.plan.name == name) else {
+            return Ok(());
+        };
+        let removed = self.ports.remove(index);
+        let published = self.publish(housekeeping);
+        // No worker learns for the port any more, and none has its queues.
+        self.fdb.close_port(removed.port.identity());
+        drop((removed.port.stop_rx(), removed.port.stop_tx()));
+        published
+    }
+
+    fn change_port(
+        &mut self,
+        plan: &PortPlan,
+        housekeeping: &Housekeeping,
+    ) -> Result<(), ApplyError> {
+        if let Some(port) = self
+            .ports
+            .iter_mut()
+            .find(|port| port.plan.name == plan.name)
+        {
+            if port.plan.worker != plan.worker {
+                port.worker = None;
+            }
+            port.plan = plan.clone();
+        }
+        self.publish(housekeeping)
+    }
+
+    fn add_worker(
+        &mut self,
+        plan: &WorkerPlan,
+        housekeeping: &Housekeeping,
+    ) -> Result<(), ApplyError> {
+        let shared = Arc::new(WorkerShared::new());
+        let task = self.task(&self.forwarding()?, &self.table(), |_| false);
+        let tick = housekeeping.tick();
+        let (core, thread_start) = (plan.core, self.thread_start);
+        let own = Arc::clone(&shared);
+        let (report, started) = mpsc::channel();
+        let thread = thread::Builder::new()
+            .name(format!("pollux-{}", plan.name))
+            .spawn(move || {
+                let pinned = core.map_or(Ok(()), pollux_sys::pin_current_thread);
+                let failed = pinned.is_err();
+                // The other end waits for this one message.
+                let _ = report.send(pinned);
+                drop(report);
+                if failed {
+                    return;
+                }
+                let worker = Worker::new(own, tick, task);
+                if let Some(thread_start) = thread_start {
+                    thread_start();
+                }
+                worker.run();
+            })
+            .map_err(|source| ApplyError::Thread {
+                worker: plan.name.clone(),
+                source,
+            })?;
+        match started.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(source)) => {
+                return Err(ApplyError::Pin {
+                    worker: plan.name.clone(),
+                    source,
+                });
+            }
+            Err(mpsc::RecvError) => {
+                return Err(ApplyError::WorkerDied {
+                    worker: plan.name.clone(),
+                });
+            }
+        }
+        self.workers.push(RunningWorker {
+            plan: plan.clone(),
+            shared,
+            thread,
+            sent: 0,
+        });
+        self.publish(housekeeping)
+    }
+
+    fn remove_worker(&mut self, name: &str, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        let Some(index) = self
+            .workers
+            .iter()
+            .position(|worker| worker.plan.name == name)
+        else {
+            return Ok(());
+        };
+        for port in &mut self.ports {
+            if port.worker.as_deref() == Some(name) {
+                port.worker = None;
+            }
+        }
+        self.assign(Some(name));
+        self.publish_assigned(housekeeping)?;
+        let worker = self.workers.remove(index);
+        self.end(worker, housekeeping);
+        self.watch(housekeeping);
+        Ok(())
+    }
+
+    /// Ends a thread and keeps what it has counted.
+    fn end(&mut self, mut worker: RunningWorker, housekeeping: &Housekeeping) {
+        // Dead or alive, it is gone afterwards.
+        let _ = worker.send(Message::Stop, housekeeping);
+        let counted = worker.shared.counters().read(usize::from(PORTS_MAX));
+        for (ended, counters) in self.ended.iter_mut().zip(&counted.ports) {
+            ended.merge(counters);
+        }
+        while worker.shared.reap().is_some() {}
+        if worker.thread.join().is_err() {
+            tracing::error!(worker = worker.plan.name, "the worker had panicked");
+        }
+    }
+
+    pub(super) fn stop(&mut self, housekeeping: &Housekeeping) {
+        while let Some(worker) = self.workers.pop() {
+            self.end(worker, housekeeping);
+        }
+        for port in self.ports.drain(..) {
+            drop((port.port.stop_rx(), port.port.stop_tx()));
+        }
+        self.watch(housekeeping);
+    }
+
+    /// The lowest port number that is not in use: tables stay dense. What was
+    /// learned for an earlier port of that number is void, since each port is a
+    /// new life of its number.
+    fn free_number(&mut self) -> PortId {
+        let used = |id| {
+            self.ports
+                .iter()
+                .any(|port| port.port.identity().id() == id)
+        };
+        let number = (0..PORTS_MAX)
+            .map(PortId)
+            .find(|&id| !used(id))
+            .expect("the plan was checked for the number of ports");
+        self.numbers_len = self.numbers_len.max(number.index() + 1);
+        number
+    }
+
+    fn forwarding(&self) -> Result<Arc<Forwarding>, ApplyError> {
+        let id_of = |name: &String| self.port(name).map(|port| port.identity().id());
+        let mode = match &self.mode {
+            PlannedMode::Learn => Mode::Learn,
+            // A pair whose ports are not both there (yet, or any more) waits.
+            PlannedMode::CrossConnect(pairs) => Mode::CrossConnect(
+                pairs
+                    .iter()
+                    .filter_map(|(a, b)| id_of(a).zip(id_of(b)))
+                    .collect(),
+            ),
+        };
+        let config = ForwardingConfig {
+            mode,
+            fdb: Arc::clone(&self.fdb),
+            members: self
+                .ports
+                .iter()
+                .map(|port| port.port.identity().id())
+                .collect(),
+            forward_bpdu: self.forward_bpdu,
+        };
+        Forwarding::new(config)
+            .map(Arc::new)
+            .map_err(ApplyError::Forwarding)
+    }
+
+    fn table(&self) -> Arc<PortTable> {
+        let mut table = vec![None; usize::from(PORTS_MAX)].into_boxed_slice();
+        for port in &self.ports {
+            table[port.port.identity().id().index()] = Some(Arc::clone(&port.port));
+        }
+        Arc::new(table)
+    }
+
+    fn task(
+        &self,
+        forwarding: &Arc<Forwarding>,
+        table: &Arc<PortTable>,
+        polls: impl Fn(&PlannedPort) -> bool,
+    ) -> Box<Task> {
+        let queues = self.ports.iter().filter(|port| polls(port));
+        Box::new(Task {
+            forwarding: Arc::clone(forwarding),
+            ports: Arc::clone(table),
+            queues: queues
+                .map(|port| PolledQueue::new(Arc::clone(&port.port), port.plan.budget))
+                .collect(),
+        })
+    }
+
+    /// Gives every port without a worker one: the one it asks for, or the one
+    /// that polls fewest. `leaving` takes none.
+    fn assign(&mut self, leaving: Option<&str>) {
+        for index in 0..self.ports.len() {
+            if self.ports[index].worker.is_some() {
+                continue;
+            }
+            let load = |name: &str| {
+                let on_it = |port: &&PlannedPort| port.worker.as_deref() == Some(name);
+                self.ports.iter().filter(on_it).count()
+            };
+            let staying = self
+                .workers
+                .iter()
+                .map(|worker| &worker.plan.name)
+                .filter(|name| leaving != Some(name.as_str()));
+            let wanted = self.ports[index].plan.worker.as_ref();
+            let chosen = match wanted {
+                Some(wanted) => staying.clone().find(|name| *name == wanted),
+                None => staying.clone().min_by_key(|name| load(name)),
+            };
+            self.ports[index].worker = chosen.cloned();
+        }
+    }
+
+    /// Brings every worker up to date and waits until all are.
+    fn publish(&mut self, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        self.assign(None);
+        self.publish_assigned(housekeeping)
+    }
+
+    /// In two steps: every queue leaves the worker that polled it before the
+    /// next one gets it, so that its frames stay in order; and every worker
+    /// knows a port before any polls it.
+    fn publish_assigned(&mut self, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        self.watch(housekeeping);
+        let forwarding = self.forwarding()?;
+        let table = self.table();
+        self.send_tasks(&forwarding, &table, housekeeping, |port, worker| {
+            port.polled_by.as_deref() == Some(worker) && port.worker.as_deref() == Some(worker)
+        })?;
+        let moved = |port: &PlannedPort| port.polled_by != port.worker;
+        if self.ports.iter().any(moved) {
+            for port in &mut self.ports {
+                port.polled_by.clone_from(&port.worker);
+            }
+            self.send_tasks(&forwarding, &table, housekeeping, |port, worker| {
+                port.polled_by.as_deref() == Some(worker)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn send_tasks(
+        &mut self,
+        forwarding: &Arc<Forwarding>,
+        table: &Arc<PortTable>,
+        housekeeping: &Housekeeping,
+        polls: impl Fn(&PlannedPort, &str) -> bool,
+    ) -> Result<(), ApplyError> {
+        let tasks: Vec<_> = self
+            .workers
+            .iter()
+            .map(|worker| self.task(forwarding, table, |port| polls(port, &worker.plan.name)))
+            .collect();
+        for (worker, task) in self.workers.iter_mut().zip(tasks) {
+            worker.send(Message::Task(task), housekeeping)?;
+        }
+        Ok(())
+    }
+
+    fn watch(&self, housekeeping: &Housekeeping) {
+        housekeeping.watch(
+            self.workers
+                .iter()
+                .map(|worker| Arc::clone(&worker.shared))
+                .collect(),
+            self.ports
+                .iter()
+                .map(|port| Arc::clone(&port.port))
+                .collect(),
+        );
+    }
+}
+
+impl RunningWorker {
+    /// Sends one message and waits until the worker has acted on it.
+    fn send(&mut self, message: Message, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+        let mut unsent = Some(message);
+        loop {
+            if let Some(message) = unsent.take() {
+                match self.shared.send(message) {
+                    Ok(()) => self.sent += 1,
+                    Err(message) => unsent = Some(message),
+                }
+            } else if self.shared.acknowledged() >= self.sent {
+                return Ok(());
+            }
+            if self.thread.is_finished() && self.shared.acknowledged() < self.sent {
+                return Err(ApplyError::WorkerDied {
+                    worker: self.plan.name.clone(),
+                });
+            }
+            housekeeping.wake();
+            thread::sleep(ACKNOWLEDGE_POLL);
+        }
+    }
+}
