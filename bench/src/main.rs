@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod engine;
+mod path;
 mod probe;
 
 use clap::{Args, Parser, Subcommand};
@@ -23,6 +24,8 @@ enum Task {
     Probe(ProbeArgs),
     /// Measure the engine in this process: guests, rings and a worker.
     Engine(engine::EngineArgs),
+    /// Measure the path of a frame on one core, without cache misses.
+    Path(path::PathArgs),
 }
 
 #[derive(Args, Debug)]
@@ -36,6 +39,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
         Task::Probe(args) => print_probe(&args),
         Task::Engine(args) => engine::run(&args),
+        Task::Path(args) => path::run(&args),
     }
 }
 

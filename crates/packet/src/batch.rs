@@ -38,7 +38,10 @@ impl<'b> Frame<'b> {
     #[inline]
     pub fn copy_to(&self, to: SpanMut<'_>) {
         to.write(self.head);
-        let mut rest = to.skip(u32::try_from(self.head.len()).expect("a head is short"));
+        if self.len <= HEAD_BYTES {
+            return;
+        }
+        let mut rest = to.skip(HEAD_BYTES);
         for span in self.body {
             span.copy_to(rest);
             rest = rest.skip(span.len());
@@ -84,13 +87,18 @@ struct Head([u8; HEAD_BYTES as usize]);
 
 impl Head {
     const ZERO: Self = Self([0; HEAD_BYTES as usize]);
+
+    /// The bytes that the frame has.
+    #[inline]
+    fn of(&self, meta: &Meta) -> &[u8] {
+        &self.0[..meta.len.min(HEAD_BYTES) as usize]
+    }
 }
 
 #[derive(Clone, Copy, Default)]
 struct Meta {
     offload: Offload,
     len: u32,
-    head_len: u32,
     span_first: u32,
     span_count: u32,
 }
@@ -192,9 +200,8 @@ impl<'q> Batch<'q> {
     #[inline]
     #[must_use]
     pub fn head(&self, index: usize) -> &[u8] {
-        assert!(index < self.frames_len, "no frame {index} in the batch");
-        let len = self.store.metas[index].head_len as usize;
-        &self.store.heads[index].0[..len]
+        let (head, meta) = self.parts(index);
+        head.of(meta)
     }
 
     /// The heads of all frames, in order.
@@ -203,7 +210,7 @@ impl<'q> Batch<'q> {
         let heads = self.store.heads.iter().zip(self.store.metas.iter());
         heads
             .take(self.frames_len)
-            .map(|(head, meta)| &head.0[..meta.head_len as usize])
+            .map(|(head, meta)| head.of(meta))
     }
 
     /// Length of frame `index` in bytes.
@@ -213,8 +220,7 @@ impl<'q> Batch<'q> {
     #[inline]
     #[must_use]
     pub fn frame_bytes(&self, index: usize) -> u32 {
-        assert!(index < self.frames_len, "no frame {index} in the batch");
-        self.store.metas[index].len
+        self.parts(index).1.len
     }
 
     /// Frame `index`.
@@ -224,15 +230,29 @@ impl<'q> Batch<'q> {
     #[inline]
     #[must_use]
     pub fn frame(&self, index: usize) -> Frame<'_> {
-        let head = self.head(index);
-        let meta = &self.store.metas[index];
+        let (head, meta) = self.parts(index);
         let first = meta.span_first as usize;
+        let body = if meta.span_count == 0 {
+            &[]
+        } else {
+            &self.store.spans[first..first + meta.span_count as usize]
+        };
         Frame {
             offload: meta.offload,
-            head,
-            body: &self.store.spans[first..first + meta.span_count as usize],
+            head: head.of(meta),
+            body,
             len: meta.len,
         }
+    }
+
+    /// What is stored of frame `index`. What an earlier batch left behind it
+    /// must not be reached: its spans may lead nowhere.
+    #[inline]
+    fn parts(&self, index: usize) -> (&Head, &Meta) {
+        assert!(index < self.frames_len, "no frame {index} in the batch");
+        // `frames_len <= BATCH_MAX`, which the compiler does not know.
+        let index = index % BATCH_MAX;
+        (&self.store.heads[index], &self.store.metas[index])
     }
 
     /// Adds a frame that lies in one piece and takes the snapshot of its head.
@@ -243,28 +263,28 @@ impl<'q> Batch<'q> {
     pub fn push(&mut self, offload: Offload, frame: Span<'q>) {
         let index = self.frames_len;
         let head = &mut self.store.heads[index].0;
-        let head_len = if frame.len() >= HEAD_BYTES {
-            frame.snapshot(head)
-        } else {
-            frame.snapshot(&mut head[..frame.len() as usize])
-        };
-        let head_len = u32::try_from(head_len).expect("a head is short");
-        let body = frame.skip(head_len);
+        let len = frame.len();
         let span_first = self.spans_len;
-        let span_count = u32::from(!body.is_empty());
-        if span_count != 0 {
-            self.store.spans[span_first] = erase(body);
+        let span_count = if len > HEAD_BYTES {
+            frame.snapshot(head);
+            self.store.spans[span_first] = erase(frame.skip(HEAD_BYTES));
             self.spans_len += 1;
-        }
+            1
+        } else if len == HEAD_BYTES {
+            frame.snapshot(head);
+            0
+        } else {
+            frame.snapshot(&mut head[..len as usize]);
+            0
+        };
         self.store.metas[index] = Meta {
             offload,
-            len: frame.len(),
-            head_len,
+            len,
             span_first: u32::try_from(span_first).expect("fewer than 4 G spans"),
             span_count,
         };
         self.frames_len += 1;
-        self.bytes += u64::from(frame.len());
+        self.bytes += u64::from(len);
     }
 
     /// Starts a frame that lies in several pieces. Dropping the [`OpenFrame`]
@@ -351,12 +371,11 @@ impl<'q> OpenFrame<'_, 'q> {
         let len = u32::try_from(self.bytes()).expect("frames are bounded by their port");
         let index = self.batch.frames_len;
         let mut head = Head::ZERO;
-        let head_len = self.take_front(&mut head.0);
+        self.take_front(&mut head.0);
         self.batch.store.heads[index] = head;
         self.batch.store.metas[index] = Meta {
             offload,
             len,
-            head_len: u32::try_from(head_len).expect("a head is short"),
             span_first: u32::try_from(self.first).expect("fewer than 4 G spans"),
             span_count: u32::try_from(self.end - self.first).expect("fewer than 4 G spans"),
         };

@@ -94,8 +94,8 @@ pub(crate) unsafe fn body(src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// Copies at most [`SMALL_MAX`] bytes by fixed-size moves, two of which overlap
-/// in the middle: one well-predicted branch for each class of length.
+/// Copies at most [`SMALL_MAX`] bytes by two fixed-size moves that meet or
+/// overlap in the middle: one well-predicted branch for each class of length.
 ///
 /// # Safety
 /// As [`body`], `len <= SMALL_MAX`.
@@ -104,7 +104,7 @@ unsafe fn small(src: *const u8, dst: *mut u8, len: usize) {
     debug_assert!(len <= SMALL_MAX);
     macro_rules! class {
         ($n:literal) => {
-            if len >= $n {
+            if len > $n {
                 // SAFETY: `$n <= len`.
                 return unsafe { ends::<$n>(src, dst, len) };
             }
@@ -116,7 +116,10 @@ unsafe fn small(src: *const u8, dst: *mut u8, len: usize) {
     class!(8);
     class!(4);
     class!(2);
-    class!(1);
+    if len >= 1 {
+        // SAFETY: `1 <= len`.
+        unsafe { ends::<1>(src, dst, len) }
+    }
 }
 
 /// Moves the first and the last `N` bytes of `len`, `N <= len <= 2 N`.

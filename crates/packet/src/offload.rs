@@ -1,5 +1,7 @@
 //! Offload fields of the virtio-net header (virtio 1.2, section 5.1.6).
 
+use crate::SpanMut;
+
 /// Bytes of `struct virtio_net_hdr` with `num_buffers`: VERSION_1 or MRG_RXBUF.
 pub const NET_HEADER_BYTES: usize = 12;
 /// Bytes of the legacy header without `num_buffers`.
@@ -39,6 +41,22 @@ impl Offload {
     #[must_use]
     pub fn is_requested(self) -> bool {
         self.low & (NEEDS_CSUM | 0xff << GSO_TYPE_SHIFT) != 0
+    }
+
+    /// Writes the header of `bytes` (10 or 12) to the start of `to`; the short
+    /// one has no `num_buffers`.
+    ///
+    /// # Panics
+    /// If `to` is shorter.
+    #[inline]
+    pub fn write_header(self, bytes: u32, num_buffers: u16, to: SpanMut<'_>) {
+        to.write(&self.low.to_le_bytes());
+        let high = u32::from(self.high) | u32::from(num_buffers) << 16;
+        if bytes as usize == NET_HEADER_BYTES {
+            to.skip(8).write(&high.to_le_bytes());
+        } else {
+            to.skip(8).write(&self.high.to_le_bytes());
+        }
     }
 
     /// The header to write in front of this frame; `num_buffers` is ignored by

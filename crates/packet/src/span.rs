@@ -116,6 +116,21 @@ impl<'a> Span<'a> {
         len
     }
 
+    /// The first `N` bytes as a private copy, each loaded exactly once.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    #[inline]
+    #[must_use]
+    pub fn snapshot_array<const N: usize>(self) -> [u8; N] {
+        assert!(N <= self.len as usize, "snapshot past the end of a span");
+        let mut bytes = [0; N];
+        // SAFETY: `N` bytes are readable by the check and the span's invariant;
+        // private memory does not overlap shared memory.
+        unsafe { copy::snapshot(self.ptr, bytes.as_mut_ptr(), N) };
+        bytes
+    }
+
     /// Copies the whole span to `to`, which must be at least as long.
     ///
     /// # Panics

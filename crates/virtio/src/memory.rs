@@ -140,6 +140,13 @@ unsafe impl Send for GuestMemory {}
 // SAFETY: as above: nothing in it changes, and spans may race by definition.
 unsafe impl Sync for GuestMemory {}
 
+/// The region in which a ring's last buffer lay; see
+/// [`GuestMemory::span_near`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Near {
+    row: usize,
+}
+
 /// Up to here a linear search is as fast as a binary one: QEMU and DPDK guests
 /// have one to five regions.
 const LINEAR_ROWS_MAX: usize = 8;
@@ -206,6 +213,34 @@ impl GuestMemory {
             return None;
         }
         Some(Self::span_of(row, offset, len))
+    }
+
+    /// [`span`](Self::span) for a caller whose addresses lie near each other:
+    /// `near` remembers the region of the last one, which is looked at first.
+    #[inline]
+    #[must_use]
+    pub(crate) fn span_near(
+        &self,
+        near: &mut Near,
+        guest_addr: u64,
+        len: u32,
+    ) -> Option<SpanMut<'_>> {
+        if let Some(row) = self.rows.get(near.row) {
+            let offset = guest_addr.wrapping_sub(row.guest_addr);
+            if offset < row.size && row.size - offset >= u64::from(len) {
+                return Some(Self::span_of(row, offset, len));
+            }
+        }
+        self.span_far(near, guest_addr, len)
+    }
+
+    #[cold]
+    fn span_far(&self, near: &mut Near, guest_addr: u64, len: u32) -> Option<SpanMut<'_>> {
+        let above = self
+            .rows
+            .partition_point(|row| row.guest_addr <= guest_addr);
+        near.row = above.saturating_sub(1);
+        self.span(guest_addr, len)
     }
 
     /// The first of `len` bytes at `guest_addr`: as many as one region holds.

@@ -4,6 +4,7 @@
 //! memory; positions are masked into the ring. So both halves of a ring are
 //! written in safe code, and no value that a peer writes can lead outside.
 
+use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
@@ -112,6 +113,30 @@ impl Descriptor {
 pub(crate) struct UsedEntry {
     pub(crate) id: u32,
     pub(crate) len: u32,
+}
+
+/// The used ring from some position on, for writing many entries in a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UsedSlots<'r> {
+    entries: *mut u64,
+    mask: u16,
+    first: u16,
+    ring: PhantomData<&'r SplitRing>,
+}
+
+impl UsedSlots<'_> {
+    /// Writes the entry `offset` behind the first.
+    #[inline]
+    pub(crate) fn set(self, offset: u16, entry: UsedEntry) {
+        let index = self.first.wrapping_add(offset) & self.mask;
+        let word = (u64::from(entry.id) | u64::from(entry.len) << 32).to_le();
+        let entry = self.entries.wrapping_add(usize::from(index));
+        // SAFETY: the masked index lies in the used ring, which was checked for
+        // its length and stays mapped while the ring is borrowed; an entry is
+        // aligned to 4 only. The driver does not look before the index is
+        // released.
+        unsafe { entry.write_unaligned(word) };
+    }
 }
 
 /// The areas of a ring as checked pointers.
@@ -324,12 +349,15 @@ impl SplitRing {
         }
     }
 
+    /// Used entries from `first` on, to write.
     #[inline]
-    pub(crate) fn set_used_entry(&self, position: u16, entry: UsedEntry) {
-        let word = (u64::from(entry.id) | u64::from(entry.len) << 32).to_le();
-        // SAFETY: as `used_entry`. The driver does not look before the index
-        // is released.
-        unsafe { self.used_entry_ptr(position).write_unaligned(word) };
+    pub(crate) fn used_slots(&self, first: u16) -> UsedSlots<'_> {
+        UsedSlots {
+            entries: self.used.as_ptr().wrapping_add(RING).cast(),
+            mask: self.size - 1,
+            first,
+            ring: PhantomData,
+        }
     }
 
     #[inline]

@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use pollux_packet::{
-    BATCH_MAX, Batch, DropReason, Frame, FrameReader, FrameSet, HEAD_BYTES, NET_HEADER_BYTES,
-    NET_HEADER_LEGACY_BYTES, SpanMut, Transmitted,
+    BATCH_MAX, Batch, DropReason, Frame, FrameReader, FrameSet, NET_HEADER_BYTES, SpanMut,
+    Transmitted,
 };
 use pollux_sys::prefetch_write;
 
 use super::split::{Heads, SplitDevice};
-use super::tx_ring::units_of_chain;
+use super::tx_ring::{prefetch_frame, units_of_chain};
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, Near};
 use crate::spec::DescFlags;
-use crate::split::{Descriptor, RingError};
+use crate::split::{Descriptor, RingError, UsedEntry};
 
 /// The device half of a guest RX ring.
 #[derive(Debug)]
@@ -23,6 +23,7 @@ pub struct RxRing {
     memory: Arc<GuestMemory>,
     device: SplitDevice,
     layout: Layout,
+    near: Near,
     /// Set by the last frame that did not fit into all chains together.
     short: Option<Short>,
     chain_errors: ChainErrorCounts,
@@ -61,6 +62,7 @@ impl RxRing {
             device: SplitDevice::new(Arc::clone(&memory), config)?,
             memory,
             layout,
+            near: Near::default(),
             short: None,
             chain_errors: ChainErrorCounts::default(),
         })
@@ -82,18 +84,21 @@ impl RxRing {
         }
         let wanted = u16::try_from(set.count()).expect("at most 64 frames");
         let mut filling = Filling {
-            heads: self.device.take_heads(wanted),
+            heads: Heads::new(),
             found: ArrayVec::new(),
             used: 0,
             units: 0,
             memory: &self.memory,
             device: &mut self.device,
             layout: self.layout,
+            near: &mut self.near,
             short: &mut self.short,
             chain_errors: &mut self.chain_errors,
         };
+        filling.device.take_heads(wanted, &mut filling.heads);
         filling.look_up();
-        for index in set {
+        let rest = filling.frames_in_one_buffer(batch, set, &mut report);
+        for index in rest {
             let frame = batch.frame(index);
             match filling.frame(&frame) {
                 Ok(()) => {
@@ -168,6 +173,7 @@ struct Filling<'r> {
     memory: &'r GuestMemory,
     device: &'r mut SplitDevice,
     layout: Layout,
+    near: &'r mut Near,
     short: &'r mut Option<Short>,
     chain_errors: &'r mut ChainErrorCounts,
     heads: Heads,
@@ -182,43 +188,85 @@ impl Filling<'_> {
     /// for writing, the first bytes that it leads to.
     #[inline]
     fn look_up(&mut self) {
-        let written_bytes = self.layout.net_header_bytes + HEAD_BYTES;
-        for &index in &self.heads {
-            let head = self.device.ring().desc(index);
-            let mut whole = SpanMut::EMPTY;
+        let net_header_bytes = self.layout.net_header_bytes;
+        let (memory, device) = (self.memory, &self.device);
+        let mut near = *self.near;
+        self.found.extend(self.heads.iter().map(|&index| {
+            let head = device.ring().desc(index);
             if head.flags.known() == DescFlags::WRITE
-                && head.len >= self.layout.net_header_bytes
-                && let Some(span) = self.memory.span(head.addr, head.len)
+                && head.len >= net_header_bytes
+                && let Some(whole) = memory.span_near(&mut near, head.addr, head.len)
             {
-                whole = span;
-                prefetch_write(whole.as_ptr());
-                let last = whole.len().min(written_bytes) - 1;
-                prefetch_write(whole.skip(last).as_ptr());
+                prefetch_frame(whole.as_ptr(), prefetch_write);
+                return Found { whole, head };
             }
-            self.found.push(Found { whole, head });
-        }
+            let whole = SpanMut::EMPTY;
+            Found { whole, head }
+        }));
+        *self.near = near;
     }
 
-    /// Phase 3: copies one frame into the next chain.
+    /// Phase 3 for nearly all frames: each into the one buffer of the next
+    /// chain. Stops at the first that does not fit and returns it and what is
+    /// behind it.
     #[inline]
+    fn frames_in_one_buffer(
+        &mut self,
+        batch: &Batch<'_>,
+        set: FrameSet,
+        report: &mut Transmitted,
+    ) -> FrameSet {
+        let layout = self.layout;
+        let slots = self.device.used_slots();
+        let mut rest = set;
+        let (mut chains, mut bytes) = (0, 0);
+        for (found, &head) in self.found.iter().zip(&self.heads) {
+            let mut behind = rest;
+            let Some(index) = behind.next() else { break };
+            let frame = batch.frame(index);
+            let Some(len) = fill_one_buffer(layout, &frame, found.whole) else {
+                break;
+            };
+            slots.set(
+                chains,
+                UsedEntry {
+                    id: head.into(),
+                    len,
+                },
+            );
+            chains += 1;
+            bytes += u64::from(frame.len);
+            rest = behind;
+        }
+        self.used = chains;
+        report.frames = u32::from(chains);
+        report.bytes = bytes;
+        rest
+    }
+
+    /// Phase 3: copies one frame into the next chain, whatever it is like.
     fn frame(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
-        let needed = self.layout.net_header_bytes + frame.len;
         let next = usize::from(self.used);
         if let Some(found) = self.found.get(next)
-            && found.whole.len() >= needed
+            && let Some(len) = fill_one_buffer(self.layout, frame, found.whole)
         {
-            write_net_header(self.layout, frame, 1, found.whole);
-            frame.copy_to(found.whole.skip(self.layout.net_header_bytes));
-            self.device.set_used(self.used, self.heads[next], needed);
+            self.set_used(self.used, self.heads[next], len);
             self.used += 1;
             return Ok(());
         }
-        self.frame_over_chains(frame, needed)
+        self.frame_over_chains(frame)
     }
 
-    #[cold]
-    fn frame_over_chains(&mut self, frame: &Frame<'_>, needed: u32) -> Result<(), DropReason> {
-        match self.scatter(frame, needed) {
+    fn set_used(&self, offset: u16, head: u16, len: u32) {
+        let entry = UsedEntry {
+            id: head.into(),
+            len,
+        };
+        self.device.used_slots().set(offset, entry);
+    }
+
+    fn frame_over_chains(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
+        match self.scatter(frame) {
             Ok(chains) => {
                 self.used += chains;
                 Ok(())
@@ -229,7 +277,7 @@ impl Filling<'_> {
                     // Chains already filled for this frame go back unused too;
                     // their heads were in range a moment ago.
                     let head = self.head(self.used).unwrap_or_default();
-                    self.device.set_used(self.used, head, 0);
+                    self.set_used(self.used, head, 0);
                     self.used += 1;
                 }
                 self.units += u32::from(chains);
@@ -241,7 +289,8 @@ impl Filling<'_> {
     /// Fills as many chains as the frame needs, and takes none unless it fits
     /// (B-27). Buffers may be written before that is known: they are the
     /// guest's own and it does not get them.
-    fn scatter(&mut self, frame: &Frame<'_>, needed: u32) -> Result<u16, Refused> {
+    fn scatter(&mut self, frame: &Frame<'_>) -> Result<u16, Refused> {
+        let needed = self.layout.net_header_bytes + frame.len;
         if let Some(short) = *self.short
             && needed > short.bytes
             && self.device.avail_end() == short.end
@@ -275,7 +324,7 @@ impl Filling<'_> {
                 }
                 return Err(Refused::Keep(DropReason::RxBufferTooSmall));
             }
-            self.device.set_used(offset, head, bytes);
+            self.set_used(offset, head, bytes);
             rest -= bytes;
             chains += 1;
         }
@@ -318,6 +367,21 @@ impl Filling<'_> {
             None => None,
         }
     }
+}
+
+/// Copies net header and frame into one buffer, if they fit; returns how many
+/// bytes they are. Modern drivers expect `num_buffers` 1 even without mergeable
+/// buffers (section 5.1.6.4.1, B-22).
+#[inline]
+fn fill_one_buffer(layout: Layout, frame: &Frame<'_>, buffer: SpanMut<'_>) -> Option<u32> {
+    let header_bytes = layout.net_header_bytes;
+    let len = header_bytes + frame.len;
+    if buffer.len() < len {
+        return None;
+    }
+    frame.offload.write_header(header_bytes, 1, buffer);
+    frame.copy_to(buffer.skip(header_bytes));
+    Some(len)
 }
 
 /// A frame that is being written over several pieces, net header first.
@@ -380,17 +444,4 @@ fn fill_chain<'r>(
         })?;
     }
     Ok(bytes)
-}
-
-/// Writes the net header of a frame that lies in one buffer. Modern drivers
-/// expect `num_buffers` 1 even without mergeable buffers (section 5.1.6.4.1,
-/// B-22).
-#[inline]
-fn write_net_header(layout: Layout, frame: &Frame<'_>, num_buffers: u16, to: SpanMut<'_>) {
-    let header = frame.offload.to_header(num_buffers);
-    if layout.net_header_bytes == 12 {
-        to.write(&header);
-    } else {
-        to.write(&header[..NET_HEADER_LEGACY_BYTES]);
-    }
 }

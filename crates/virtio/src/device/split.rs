@@ -10,7 +10,7 @@ use super::RingConfig;
 use crate::memory::GuestMemory;
 use crate::notify::Signal;
 use crate::spec::{AVAIL_NO_INTERRUPT, USED_NO_NOTIFY};
-use crate::split::{RingError, SplitRing, UsedEntry};
+use crate::split::{RingError, SplitRing, UsedSlots};
 
 /// Why a ring was broken. A broken ring does nothing until it is set up anew;
 /// other rings go on.
@@ -59,6 +59,8 @@ pub(super) struct SplitDevice {
     /// `avail.idx` as last read, so that it is not read again while enough is
     /// known to be there.
     avail_seen: u16,
+    /// Descriptors of the available entries before this one were prefetched.
+    prefetched: u16,
     /// Next used entry to write; published up to here between bursts.
     next_used: u16,
     signal: Signal,
@@ -78,6 +80,7 @@ impl SplitDevice {
             event_idx: config.features.event_idx,
             next_avail: config.base,
             avail_seen: config.base,
+            prefetched: config.base,
             next_used,
             signal: Signal::default(),
             call: config.call,
@@ -147,16 +150,30 @@ impl SplitDevice {
         self.next_avail.wrapping_add(available)
     }
 
-    /// Phase 1: copies up to `wanted` heads and prefetches their descriptors
-    /// and the used entries that will be written.
+    /// Phase 1: copies up to `wanted` heads, and prefetches the used entries
+    /// that will be written and the descriptors: those of this burst, if that
+    /// was not done before, and those of the next one, which are on their way
+    /// while this one is worked on.
     #[inline]
-    pub(super) fn take_heads(&mut self, wanted: u16) -> Heads {
-        let count = self.available(wanted).min(wanted);
-        let mut heads = Heads::new();
-        for offset in 0..count {
-            let Some(head) = self.head(offset) else { break };
-            self.ring.prefetch_desc(head);
-            heads.push(head);
+    pub(super) fn take_heads(&mut self, wanted: u16, heads: &mut Heads) {
+        heads.clear();
+        let available = self.available(wanted);
+        let count = available.min(wanted);
+        self.prefetch_descriptors(available.min(2 * wanted));
+        let Self {
+            ring, next_avail, ..
+        } = self;
+        let mut outside = None;
+        let all = (0..count).map(|offset| ring.avail_head(next_avail.wrapping_add(offset)));
+        heads.extend(all.take_while(|&head| {
+            let inside = head < ring.size();
+            if !inside {
+                outside = Some(head);
+            }
+            inside
+        }));
+        if let Some(head) = outside {
+            self.set_fault(RingFault::Head { head });
         }
         let mut offset = 0;
         while offset < count {
@@ -164,7 +181,24 @@ impl SplitDevice {
                 .prefetch_used_entry(self.next_used.wrapping_add(offset));
             offset += USED_ENTRIES_PER_LINE;
         }
-        heads
+    }
+
+    /// Prefetches the descriptors of the next `count` available entries, each
+    /// once. What the driver changes in its ring meanwhile costs it time.
+    #[inline]
+    fn prefetch_descriptors(&mut self, count: u16) {
+        let end = self.next_avail.wrapping_add(count);
+        let done = self.prefetched.wrapping_sub(self.next_avail);
+        let mut position = if done <= count {
+            self.prefetched
+        } else {
+            self.next_avail
+        };
+        while position != end {
+            self.ring.prefetch_desc(self.ring.avail_head(position));
+            position = position.wrapping_add(1);
+        }
+        self.prefetched = end;
     }
 
     /// The head that is `offset` entries behind the next one; `None` breaks the
@@ -179,17 +213,12 @@ impl SplitDevice {
         Some(head)
     }
 
-    /// Writes the used entry `offset` behind the next one. The driver sees it
-    /// when it is published. It is free: the driver has as many chains out as
-    /// are available, and so that many entries of the used ring are read.
+    /// Used entries from the next one on, to write; the driver sees them when
+    /// they are published. As many as are available are free: the driver has
+    /// that many chains out, and has read that many entries of the used ring.
     #[inline]
-    pub(super) fn set_used(&self, offset: u16, head: u16, len: u32) {
-        let entry = UsedEntry {
-            id: u32::from(head),
-            len,
-        };
-        self.ring
-            .set_used_entry(self.next_used.wrapping_add(offset), entry);
+    pub(super) fn used_slots(&self) -> UsedSlots<'_> {
+        self.ring.used_slots(self.next_used)
     }
 
     /// Phase 4: gives `count` used entries to the driver with one release store
