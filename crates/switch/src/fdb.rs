@@ -93,37 +93,22 @@ impl Default for FdbConfig {
 }
 
 /// Why control's change was refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FdbError {
     /// The number is not below [`FdbConfig::max_ports`].
+    #[error("port {0} is beyond the FDB's number of ports")]
     PortOutOfRange(PortId),
     /// The port was closed or opened again since the [`PortRef`](crate::PortRef)
     /// was made.
+    #[error("port {0} was closed in the meantime")]
     PortStale(PortId),
     /// A group or zero address is on no port.
+    #[error("{0} is a group or zero address, which is on no port")]
     NotAnAddress(MacVlan),
     /// Static entries hold every place where the key could be.
+    #[error("no room for {0}: its places hold static entries")]
     NoRoom(MacVlan),
 }
-
-impl fmt::Display for FdbError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::PortOutOfRange(port) => {
-                write!(f, "port {port} is beyond the FDB's number of ports")
-            }
-            Self::PortStale(port) => write!(f, "port {port} was closed in the meantime"),
-            Self::NotAnAddress(key) => {
-                write!(f, "{key} is a group or zero address, which is on no port")
-            }
-            Self::NoRoom(key) => {
-                write!(f, "no room for {key}: its places hold static entries")
-            }
-        }
-    }
-}
-
-impl std::error::Error for FdbError {}
 
 /// What [`Fdb::learn`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,5 @@
 //! From a batch of frame heads to verdicts.
 
-use core::fmt;
 use std::sync::Arc;
 
 use pollux_packet::{BATCH_MAX, DropReason, FrameSet};
@@ -33,26 +32,12 @@ pub struct ForwardingConfig {
 }
 
 /// Why a [`ForwardingConfig`] makes no sense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ForwardingError {
     /// The port is in two pairs of a cross-connect, or twice in one.
+    #[error("port {0} is paired more than once in the cross-connect")]
     PairedTwice(PortId),
 }
-
-impl fmt::Display for ForwardingError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::PairedTwice(port) => {
-                write!(
-                    f,
-                    "port {port} is paired more than once in the cross-connect"
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for ForwardingError {}
 
 #[derive(Debug)]
 enum Paths {
