@@ -12,6 +12,7 @@ use clap::{Args, ValueEnum};
 use pollux_datapath::{
     Budget, PacketBudget, Plan, PlannedMode, PortPlan, Switch, SwitchConfig, WorkerPlan,
 };
+use pollux_packet::BurstLimit;
 use pollux_sys::{Clock, pause};
 use pollux_testkit::{Guest, GuestSpec};
 use pollux_virtio::Features;
@@ -277,12 +278,21 @@ fn measure(args: &EngineArgs, case: Case) -> anyhow::Result<Sample> {
     })
 }
 
+/// A budget that ends each burst after `batch` frames; at the longest burst
+/// there is, the default.
+fn budget(batch: u32) -> Budget {
+    if batch >= u32::from(BurstLimit::MAX.frames) {
+        return Budget::default();
+    }
+    Budget {
+        packets: PacketBudget::Units(batch),
+        ..Budget::default()
+    }
+}
+
 fn start(args: &EngineArgs, case: Case, spec: GuestSpec) -> anyhow::Result<(Switch, Vec<Side>)> {
     let switch = Switch::new(SwitchConfig::default());
-    let budget = Budget {
-        packets: PacketBudget::Units(case.batch),
-        ..Budget::default()
-    };
+    let budget = budget(case.batch);
     let plan = Plan {
         mode: match args.mode {
             ModeArg::Learn => PlannedMode::Learn,

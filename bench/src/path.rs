@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use clap::Args;
+use hdrhistogram::Histogram;
 use pollux_packet::BurstLimit;
 use pollux_switch::{Fdb, FdbConfig, Forwarding, ForwardingConfig, Memo, Mode, PortId, Verdicts};
 use pollux_sys::Clock;
@@ -71,7 +72,10 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
     let (mut memo, mut verdicts) = (Memo::new(), Verdicts::new());
 
     let clock = Clock::calibrate();
-    let mut ticks: [Vec<u64>; PHASES.len()] = Default::default();
+    let mut ticks = Vec::new();
+    for _ in PHASES {
+        ticks.push(Histogram::<u32>::new(3)?);
+    }
     let limit = BurstLimit {
         frames: args.batch,
         ..BurstLimit::MAX
@@ -99,7 +103,7 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
             .iter_mut()
             .zip([(t0, t1), (t1, t2), (t2, t3), (t3, t4)])
         {
-            phase.push(to.wrapping_sub(from));
+            phase.record(to.wrapping_sub(from))?;
         }
         a.tx.reclaim()?;
         let received = b.rx.receive(u32::from(args.batch), |_| {})?;
@@ -115,16 +119,10 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
     );
     println!("{:>9} {:>22}", "phase", "cycles/packet p10 p50");
     let mut total = [0.0; 2];
-    for (name, ticks) in PHASES.iter().zip(&mut ticks) {
-        ticks.sort_unstable();
-        let at = |percent: usize| -> anyhow::Result<f64> {
-            let ticks = ticks
-                .get(ticks.len() * percent / 100)
-                .context("at least one round")?;
-            #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-            Ok(*ticks as f64 / f64::from(args.batch))
-        };
-        let figures = [at(10)?, at(50)?];
+    for (name, ticks) in PHASES.iter().zip(&ticks) {
+        #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+        let at = |quantile| ticks.value_at_quantile(quantile) as f64 / f64::from(args.batch);
+        let figures = [at(0.1), at(0.5)];
         println!("{name:>9} {:>16.1} {:>5.1}", figures[0], figures[1]);
         total[0] += figures[0];
         total[1] += figures[1];
