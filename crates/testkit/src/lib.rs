@@ -3,6 +3,19 @@
 
 mod alloc;
 mod guest;
+mod random;
+mod raw;
+mod skip;
+mod traffic;
+mod wait;
 
 pub use alloc::CountingAllocator;
 pub use guest::{GUEST_BASE, Guest, GuestSpec};
+pub use random::Random;
+pub use raw::{RawDesc, RawRing, RawUsed};
+pub use skip::skip;
+pub use traffic::{
+    Device, EVERYBODY, Flow, NUMBERED_BYTES_MIN, Numbered, NumberedError, Station, mac_of,
+    plain_frame,
+};
+pub use wait::{WAIT_MAX, wait_until};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
-use pollux_packet::BATCH_MAX;
+use pollux_packet::{BATCH_MAX, BurstLimit};
 use pollux_sys::{EventFd, full_fence, poison_count};
 
 use super::RingConfig;
@@ -46,6 +46,9 @@ pub struct Notifications {
 
 /// Heads that were made available, copied.
 pub(super) type Heads = ArrayVec<u16, BATCH_MAX>;
+
+/// Descriptors that are prefetched at one time: this burst's and the next's.
+const PREFETCH_MAX: u16 = 2 * BurstLimit::MAX.frames;
 
 /// Entries of the used ring that share a cache line.
 const USED_ENTRIES_PER_LINE: u16 = 8;
@@ -187,18 +190,13 @@ impl SplitDevice {
     /// once. What the driver changes in its ring meanwhile costs it time.
     #[inline]
     fn prefetch_descriptors(&mut self, count: u16) {
-        let end = self.next_avail.wrapping_add(count);
-        let done = self.prefetched.wrapping_sub(self.next_avail);
-        let mut position = if done <= count {
-            self.prefetched
-        } else {
-            self.next_avail
-        };
-        while position != end {
+        let ahead = self.prefetched.wrapping_sub(self.next_avail);
+        let done = if ahead <= PREFETCH_MAX { ahead } else { 0 };
+        for offset in done..count {
+            let position = self.next_avail.wrapping_add(offset);
             self.ring.prefetch_desc(self.ring.avail_head(position));
-            position = position.wrapping_add(1);
         }
-        self.prefetched = end;
+        self.prefetched = self.next_avail.wrapping_add(count.max(done));
     }
 
     /// The head that is `offset` entries behind the next one; `None` breaks the

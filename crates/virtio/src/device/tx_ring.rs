@@ -116,7 +116,8 @@ impl TxRing {
         let memory: &GuestMemory = memory;
         let mut batch = store.begin();
         returns.clear();
-        returns.device.take_heads(limit.frames, &mut returns.heads);
+        let frames = limit.frames.clamp(1, BurstLimit::MAX.frames);
+        returns.device.take_heads(frames, &mut returns.heads);
         if returns.heads.is_empty() {
             return Burst { batch, returns };
         }
@@ -305,9 +306,12 @@ impl Returns {
     /// chains stay available and come first in the next burst.
     ///
     /// The guest sees all of them at once: one index store, one decision
-    /// whether to call.
+    /// whether to call. A second call does nothing.
     #[inline]
     pub fn finish(&mut self, frames: usize) {
+        if self.heads.is_empty() {
+            return;
+        }
         let chain = self.chain_of_frame(frames);
         if chain < self.chains {
             self.chains = chain;
@@ -326,6 +330,7 @@ impl Returns {
             );
         }
         self.device.publish(self.chains);
+        self.heads.clear();
         for &(_, rejected) in &self.rejected {
             // Not before they go back: a chain that stays is judged again.
             if let Rejected::Chain(error) = rejected {
