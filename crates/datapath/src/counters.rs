@@ -3,14 +3,16 @@
 //! A worker adds into plain memory of its own and publishes once per visit, in
 //! one write of a sequence lock. A reader copies until it meets no write in
 //! between, so what it gets is of one moment and the identities hold in it
-//! exactly:
+//! exactly. A reader that fails for a while, because a copy takes longer than a
+//! visit, asks the worker to leave the next publications out, which costs the
+//! worker nothing and loses nothing:
 //!
 //! * `rx_frames = unicast + flooded + Σ drops of side Rx`, for each port;
 //! * `copies = Σ (tx_frames + drops of side Tx)` over the ports of a worker,
 //!   where `copies` is one for each unicast frame and one for each port that a
 //!   flooded frame goes to.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crossbeam::utils::CachePadded;
 use pollux_packet::{DropCounts, DropReason, DropSide, Transmitted};
@@ -240,18 +242,21 @@ fn zeroed<const N: usize>() -> Words<N> {
 pub(crate) struct SharedCounters {
     /// Odd while the worker writes.
     sequence: CachePadded<AtomicU64>,
+    /// Readers that would like the worker not to write.
+    readers: CachePadded<AtomicU32>,
     worker: Words<WORKER_WORDS>,
     ports: Box<[Words<PORT_WORDS>]>,
 }
 
-/// How often a reader tries for a moment without a write. A visit lasts
-/// microseconds and a copy about one.
-const READ_TRIES: u32 = 10_000;
+/// How often a reader tries before it asks for a moment without a write. A
+/// visit lasts microseconds; so does the copy of a few dozen ports.
+const READ_TRIES: u32 = 8;
 
 impl SharedCounters {
     pub(crate) fn new() -> Self {
         Self {
             sequence: CachePadded::new(AtomicU64::new(0)),
+            readers: CachePadded::new(AtomicU32::new(0)),
             worker: zeroed(),
             ports: (0..PORTS_MAX).map(|_| zeroed()).collect(),
         }
@@ -261,20 +266,22 @@ impl SharedCounters {
     pub(crate) fn read(&self, ports_len: usize) -> WorkerSnapshot {
         let mut worker = [0; WORKER_WORDS];
         let mut ports = vec![[0; PORT_WORDS]; ports_len.min(self.ports.len())];
-        for tries in 0.. {
+        let mut copy = || {
             let before = self.sequence.load(Ordering::Acquire);
             load(&self.worker, &mut worker);
             for (shared, copy) in self.ports.iter().zip(&mut ports) {
                 load(shared, copy);
             }
             fence(Ordering::Acquire);
-            let whole = before.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == before;
-            // A worker that publishes faster than this copies is so busy that
-            // its numbers of two moments are as good.
-            if whole || tries > READ_TRIES {
-                break;
+            before.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == before
+        };
+        if !(0..READ_TRIES).any(|_| copy()) {
+            self.readers.fetch_add(1, Ordering::Relaxed);
+            while !copy() {
+                // The worker writes for the last time, or has no core.
+                std::thread::yield_now();
             }
-            std::thread::yield_now();
+            self.readers.fetch_sub(1, Ordering::Relaxed);
         }
         WorkerSnapshot {
             worker: WorkerCounters::from_words(&worker),
@@ -341,9 +348,18 @@ impl LocalCounters {
         &mut self.ports[index]
     }
 
-    /// Shows readers what was counted since the last time.
+    /// Shows readers what was counted since the last time, now or, if one of
+    /// them is reading, later.
     #[inline]
     pub(crate) fn publish(&mut self, shared: &SharedCounters) {
+        if shared.readers.load(Ordering::Relaxed) == 0 {
+            self.publish_now(shared);
+        }
+    }
+
+    /// The same, at once: before control is told that something was done.
+    #[inline]
+    pub(crate) fn publish_now(&mut self, shared: &SharedCounters) {
         shared.write(|shared| {
             store(&shared.worker, &self.worker.to_words());
             for id in self.touched.drain(..) {
@@ -378,6 +394,7 @@ mod tests {
                     local.worker.turns = round;
                     local.publish(&shared);
                 }
+                local.publish_now(&shared);
                 done.store(true, Ordering::Relaxed);
             });
             while !done.load(Ordering::Relaxed) {
@@ -390,6 +407,40 @@ mod tests {
             }
         });
         assert_eq!(shared.read(1).ports[0].rx_frames, 200_000);
+    }
+
+    /// All ports take longer to copy than a worker with little to do takes to
+    /// publish again.
+    #[test]
+    fn a_reader_of_all_ports_sees_one_moment() {
+        const IDS: [u16; 3] = [0, PORTS_MAX / 2, PORTS_MAX - 1];
+        let shared = SharedCounters::new();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut local = LocalCounters::new();
+                for round in 1.. {
+                    for id in IDS {
+                        local.port(PortId(id)).rx_frames = round;
+                    }
+                    local.worker.turns = round;
+                    local.publish(&shared);
+                    if done.load(Ordering::Relaxed) {
+                        break;
+                    }
+                }
+                local.publish_now(&shared);
+            });
+            for _ in 0..300 {
+                let snapshot = shared.read(usize::from(PORTS_MAX));
+                for id in IDS {
+                    let port = &snapshot.ports[usize::from(id)];
+                    assert_eq!(port.rx_frames, snapshot.worker.turns);
+                }
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(shared.readers.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a port is to a worker.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use pollux_packet::{Batch, BurstLimit, DropReason, FrameSet, Transmitted};
 use pollux_switch::PortRef;
@@ -92,6 +92,34 @@ pub enum QueueState {
     Broken(String),
 }
 
+/// What is known of a queue without taking its cell, which would keep workers
+/// out and so drop frames: whoever only looks must change nothing (B-66).
+/// Written by whoever holds the cell.
+struct Status(AtomicU8);
+
+impl Status {
+    const STOPPED: u8 = 0;
+    const RUNNING: u8 = 1;
+    const BROKEN: u8 = 2;
+    const REPORTED: u8 = 3;
+
+    fn get(&self) -> u8 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, status: u8) {
+        self.0.store(status, Ordering::Relaxed);
+    }
+
+    /// A worker met the queue and it was broken, perhaps not for the first time.
+    #[cold]
+    fn set_broken(&self) {
+        if self.get() == Self::RUNNING {
+            self.set(Self::BROKEN);
+        }
+    }
+}
+
 /// One port: a name and the cells of its queues.
 ///
 /// The owner of the device starts and stops the queues at any time; a worker is
@@ -101,8 +129,8 @@ pub struct Port {
     identity: PortRef,
     rx: RxCell,
     tx: TxCell,
-    /// Set by a worker that met a broken queue; control reports it once.
-    broken: AtomicBool,
+    rx_status: Status,
+    tx_status: Status,
 }
 
 impl Port {
@@ -112,7 +140,8 @@ impl Port {
             identity,
             rx: RingCell::new(None),
             tx: RingCell::new(None),
-            broken: AtomicBool::new(false),
+            rx_status: Status(AtomicU8::new(Status::STOPPED)),
+            tx_status: Status(AtomicU8::new(Status::STOPPED)),
         }
     }
 
@@ -131,45 +160,67 @@ impl Port {
     /// Starts receiving from `queue`; gives back the one that was there. Waits
     /// for a worker's burst at most.
     pub fn start_rx(&self, queue: Box<dyn RxQueue>) -> Option<Box<dyn RxQueue>> {
-        self.rx.control(|slot| slot.replace(queue))
+        self.rx.control(|slot| {
+            self.rx_status.set(Status::RUNNING);
+            slot.replace(queue)
+        })
     }
 
     /// Stops receiving and gives the queue back. Everything that was received
     /// has been returned to it.
     pub fn stop_rx(&self) -> Option<Box<dyn RxQueue>> {
-        self.rx.control(Option::take)
+        self.rx.control(|slot| {
+            self.rx_status.set(Status::STOPPED);
+            slot.take()
+        })
     }
 
     /// Starts transmitting through `queue`; gives back the one that was there.
     pub fn start_tx(&self, queue: Box<dyn TxQueue>) -> Option<Box<dyn TxQueue>> {
-        self.tx.control(|slot| slot.replace(queue))
+        self.tx.control(|slot| {
+            self.tx_status.set(Status::RUNNING);
+            slot.replace(queue)
+        })
     }
 
     /// Stops transmitting and gives the queue back.
     pub fn stop_tx(&self) -> Option<Box<dyn TxQueue>> {
-        self.tx.control(Option::take)
+        self.tx.control(|slot| {
+            self.tx_status.set(Status::STOPPED);
+            slot.take()
+        })
     }
 
-    /// State of the queue that the switch receives from.
+    /// State of the queue that the switch receives from. Asking disturbs no
+    /// worker.
     #[must_use]
     pub fn rx_state(&self) -> QueueState {
-        self.rx.control(|slot| match slot {
-            None => QueueState::Stopped,
-            Some(queue) => queue
-                .fault()
-                .map_or(QueueState::Running, QueueState::Broken),
-        })
+        match self.rx_status.get() {
+            Status::STOPPED => QueueState::Stopped,
+            Status::RUNNING => QueueState::Running,
+            _ => self.rx.control(|slot| match slot {
+                None => QueueState::Stopped,
+                Some(queue) => queue
+                    .fault()
+                    .map_or(QueueState::Running, QueueState::Broken),
+            }),
+        }
     }
 
-    /// State of the queue that the switch transmits through.
+    /// State of the queue that the switch transmits through. Asking disturbs no
+    /// worker.
     #[must_use]
     pub fn tx_state(&self) -> QueueState {
-        self.tx.control(|slot| match slot {
-            None => QueueState::Stopped,
-            Some(queue) => queue
-                .fault()
-                .map_or(QueueState::Running, QueueState::Broken),
-        })
+        match self.tx_status.get() {
+            Status::STOPPED => QueueState::Stopped,
+            Status::RUNNING => QueueState::Running,
+            _ => self.tx.control(|slot| match slot {
+                None => QueueState::Stopped,
+                Some(queue) => queue
+                    .fault()
+                    .map_or(QueueState::Running, QueueState::Broken),
+            }),
+        }
     }
 
     pub(crate) fn rx(&self) -> &RxCell {
@@ -180,14 +231,38 @@ impl Port {
         &self.tx
     }
 
-    #[cold]
-    pub(crate) fn set_broken(&self) {
-        self.broken.store(true, Ordering::Relaxed);
+    /// By a worker that holds the queue: it is broken.
+    pub(crate) fn set_rx_broken(&self) {
+        self.rx_status.set_broken();
     }
 
-    /// True once for each time that a worker met a broken queue.
-    pub(crate) fn take_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed) && self.broken.swap(false, Ordering::Relaxed)
+    /// By a worker that holds the queue: it is broken.
+    pub(crate) fn set_tx_broken(&self) {
+        self.tx_status.set_broken();
+    }
+
+    /// Why the receive queue broke, once for each time that one did.
+    pub(crate) fn take_rx_fault(&self) -> Option<String> {
+        if self.rx_status.get() != Status::BROKEN {
+            return None;
+        }
+        self.rx.control(|slot| {
+            let fault = slot.as_ref()?.fault()?;
+            self.rx_status.set(Status::REPORTED);
+            Some(fault)
+        })
+    }
+
+    /// Why the transmit queue broke, once for each time that one did.
+    pub(crate) fn take_tx_fault(&self) -> Option<String> {
+        if self.tx_status.get() != Status::BROKEN {
+            return None;
+        }
+        self.tx.control(|slot| {
+            let fault = slot.as_ref()?.fault()?;
+            self.tx_status.set(Status::REPORTED);
+            Some(fault)
+        })
     }
 }
 

@@ -137,7 +137,7 @@ impl Worker {
                     .forward(forwarding, ports, &queue.port, &mut queue.memo, tick, burst);
             if cost.chains == 0 {
                 if rx.is_broken() {
-                    queue.port.set_broken();
+                    queue.port.set_rx_broken();
                 }
                 break;
             }
@@ -270,7 +270,7 @@ fn transmit(
             };
             let sent = tx.transmit(batch, frames);
             if sent.dropped != 0 && tx.is_broken() {
-                port.set_broken();
+                port.set_tx_broken();
             }
             sent
         }
@@ -283,9 +283,10 @@ impl Worker {
     #[cold]
     fn take_messages(&mut self) -> bool {
         while let Some(message) = self.shared.take_message() {
+            // Who sees the acknowledgement sees everything counted before.
+            self.path.counters.publish_now(self.shared.counters());
             match message {
                 Message::Stop => {
-                    self.path.counters.publish(self.shared.counters());
                     self.shared.acknowledge();
                     return false;
                 }

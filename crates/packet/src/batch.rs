@@ -113,7 +113,7 @@ pub struct BatchStore {
 
 impl BatchStore {
     /// Memory for frames that lie in at most `spans_len` pieces in all, at
-    /// least one for each frame.
+    /// least [`BATCH_MAX`].
     #[must_use]
     pub fn new(spans_len: usize) -> Self {
         Self {
@@ -257,34 +257,39 @@ impl<'q> Batch<'q> {
 
     /// Adds a frame that lies in one piece and takes the snapshot of its head.
     ///
+    /// # Errors
+    /// If the store has no room for the piece: frames of many pieces came
+    /// before.
+    ///
     /// # Panics
     /// If the batch is full.
     #[inline]
-    pub fn push(&mut self, offload: Offload, frame: Span<'q>) {
+    pub fn push(&mut self, offload: Offload, frame: Span<'q>) -> Result<(), SpansFull> {
         let index = self.frames_len;
         let head = &mut self.store.heads[index].0;
         let len = frame.len();
         let span_first = self.spans_len;
-        let span_count = if len > HEAD_BYTES {
+        let mut span_count = 0;
+        if len >= HEAD_BYTES {
             frame.snapshot(head);
-            self.store.spans[span_first] = erase(frame.skip(HEAD_BYTES));
-            self.spans_len += 1;
-            1
-        } else if len == HEAD_BYTES {
-            frame.snapshot(head);
-            0
         } else {
             frame.snapshot(&mut head[..len as usize]);
-            0
-        };
+        }
+        if len > HEAD_BYTES {
+            let slot = self.store.spans.get_mut(span_first).ok_or(SpansFull)?;
+            *slot = erase(frame.skip(HEAD_BYTES));
+            span_count = 1;
+        }
         self.store.metas[index] = Meta {
             offload,
             len,
             span_first: u32::try_from(span_first).expect("fewer than 4 G spans"),
             span_count,
         };
+        self.spans_len += span_count as usize;
         self.frames_len += 1;
         self.bytes += u64::from(len);
+        Ok(())
     }
 
     /// Starts a frame that lies in several pieces. Dropping the [`OpenFrame`]
@@ -423,7 +428,9 @@ mod tests {
         let mut store = BatchStore::new(400);
         for cut in 0..=whole.len() {
             let mut batch = store.begin();
-            batch.push(Offload::default(), Span::from_slice(&whole));
+            batch
+                .push(Offload::default(), Span::from_slice(&whole))
+                .expect("room");
             let mut open = batch.open();
             open.add(Span::from_slice(&whole[..cut])).expect("room");
             open.add(Span::from_slice(&whole[cut..])).expect("room");
@@ -442,11 +449,15 @@ mod tests {
         let bytes = [7; 100];
         let mut store = BatchStore::new(0);
         let mut batch = store.begin();
-        batch.push(Offload::default(), Span::from_slice(&bytes));
+        batch
+            .push(Offload::default(), Span::from_slice(&bytes))
+            .expect("room");
         let mut open = batch.open();
         open.add(Span::from_slice(&[1; 90])).expect("room");
         let _ = open;
-        batch.push(Offload::default(), Span::from_slice(&bytes[..70]));
+        batch
+            .push(Offload::default(), Span::from_slice(&bytes[..70]))
+            .expect("room");
         assert_eq!(batch.len(), 2);
         assert_eq!(gather(&batch.frame(0)), bytes);
         assert_eq!(gather(&batch.frame(1)), bytes[..70]);
@@ -472,7 +483,9 @@ mod tests {
         let shared = unsafe { SpanMut::new(ptr, 80) };
         let mut store = BatchStore::new(0);
         let mut batch = store.begin();
-        batch.push(Offload::default(), shared.as_span());
+        batch
+            .push(Offload::default(), shared.as_span())
+            .expect("room");
         shared.write(&[2; 80]);
         assert_eq!(batch.head(0), [1; HEAD_BYTES as usize]);
         let mut to = [0; 80];

@@ -47,7 +47,7 @@ use core::{
     ops::{Deref, DerefMut},
 };
 
-use crate::primitive::{AtomicU32, MutPtr, Ordering, UnsafeCell, spin_loop, yield_now};
+use crate::primitive::{AtomicU32, MutPtr, Ordering, UnsafeCell, shared, spin_loop, yield_now};
 
 /// Somebody holds the value.
 const LOCKED: u32 = 1;
@@ -276,8 +276,9 @@ impl<T> Deref for Guard<'_, T> {
     fn deref(&self) -> &T {
         // SAFETY: `unlock` borrows the cell, so it is alive, and LOCKED is set
         // by us until `unlock` is dropped, so no other guard exists; the shared
-        // borrow of `self` keeps `deref_mut` out.
-        unsafe { self.access.deref() }
+        // borrow of `self` keeps `deref_mut` out, and other shared borrows do
+        // not change the value.
+        unsafe { shared(&self.access) }
     }
 }
 

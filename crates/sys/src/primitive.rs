@@ -11,7 +11,19 @@ pub(crate) use loom::{
 };
 
 #[cfg(not(loom))]
-pub(crate) use self::native::{MutPtr, UnsafeCell};
+pub(crate) use self::native::{MutPtr, UnsafeCell, shared};
+
+/// The value behind a pointer, borrowed and not to be changed. Loom's pointer
+/// gives no shared borrow; no model takes two at one time.
+///
+/// # Safety
+///
+/// The cell is alive, and nobody changes its value while the reference lives.
+#[cfg(loom)]
+pub(crate) unsafe fn shared<T>(pointer: &MutPtr<T>) -> &T {
+    // SAFETY: as the caller's.
+    unsafe { pointer.deref() }
+}
 #[cfg(not(loom))]
 pub(crate) use core::{
     hint::spin_loop,
@@ -62,5 +74,18 @@ mod native {
             // and initialised; the caller promises life and exclusivity.
             unsafe { &mut *self.0 }
         }
+    }
+
+    /// The value behind a pointer, borrowed and not to be changed.
+    ///
+    /// # Safety
+    ///
+    /// The cell is alive, and nobody changes its value while the reference
+    /// lives.
+    #[inline]
+    pub(crate) unsafe fn shared<T>(pointer: &MutPtr<T>) -> &T {
+        // SAFETY: the pointer comes from `UnsafeCell::get`, so it is aligned and
+        // initialised; the caller promises life and no change.
+        unsafe { &*pointer.0 }
     }
 }

@@ -1,4 +1,5 @@
 //! A peer that shortens its memory under us, and faults that are none of ours.
+#![cfg(not(loom))]
 
 use std::{
     fs::File,
@@ -16,6 +17,7 @@ use std::{
 };
 
 use pollux_sys::{MapError, Mapping, memfd, poison_count};
+use pollux_testkit::skip;
 
 const PAGE: usize = 4096;
 
@@ -230,6 +232,7 @@ fn refuses_with_the_numbers() {
 #[test]
 fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
     const HUGE: usize = 2 << 20;
+    const TEST: &str = "huge_pages_are_mapped_laid_over_and_unmapped_whole";
     let _alone = alone();
     // SAFETY: a C string and flags.
     let fd = unsafe {
@@ -239,7 +242,8 @@ fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
         )
     };
     if fd < 0 {
-        eprintln!("SKIPPED: no 2 MiB huge pages: {}", Error::last_os_error());
+        let error = Error::last_os_error();
+        skip(TEST, &format!("no 2 MiB huge pages: {error}"));
         return;
     }
     // SAFETY: the descriptor was made for us just now.
@@ -252,7 +256,7 @@ fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
     let mapping = match Mapping::map(file.as_fd(), 0, HUGE + 1) {
         Ok(mapping) => mapping,
         Err(error) => {
-            eprintln!("SKIPPED: no 2 MiB huge pages are set aside: {error}");
+            skip(TEST, &format!("no 2 MiB huge pages are set aside: {error}"));
             return;
         }
     };

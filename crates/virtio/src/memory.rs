@@ -140,11 +140,13 @@ unsafe impl Send for GuestMemory {}
 // SAFETY: as above: nothing in it changes, and spans may race by definition.
 unsafe impl Sync for GuestMemory {}
 
-/// The region in which a ring's last buffer lay; see
-/// [`GuestMemory::span_near`].
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Near {
-    row: usize,
+/// Number of a region, to find it again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place(u32);
+
+impl Place {
+    /// No region.
+    pub(crate) const NONE: Self = Self(u32::MAX);
 }
 
 /// Up to here a linear search is as fast as a binary one: QEMU and DPDK guests
@@ -215,32 +217,33 @@ impl GuestMemory {
         Some(Self::span_of(row, offset, len))
     }
 
-    /// [`span`](Self::span) for a caller whose addresses lie near each other:
-    /// `near` remembers the region of the last one, which is looked at first.
+    /// The region that holds all `len` bytes at `guest_addr`, if one does, for
+    /// [`span_in`](Self::span_in). `near` is looked at first.
     #[inline]
-    #[must_use]
-    pub(crate) fn span_near(
-        &self,
-        near: &mut Near,
-        guest_addr: u64,
-        len: u32,
-    ) -> Option<SpanMut<'_>> {
-        if let Some(row) = self.rows.get(near.row) {
-            let offset = guest_addr.wrapping_sub(row.guest_addr);
-            if offset < row.size && row.size - offset >= u64::from(len) {
-                return Some(Self::span_of(row, offset, len));
-            }
+    pub(crate) fn locate(&self, near: Place, guest_addr: u64, len: u32) -> Option<Place> {
+        if self.span_in(near, guest_addr, len).is_some() {
+            return Some(near);
         }
-        self.span_far(near, guest_addr, len)
+        self.locate_far(guest_addr, len)
     }
 
     #[cold]
-    fn span_far(&self, near: &mut Near, guest_addr: u64, len: u32) -> Option<SpanMut<'_>> {
+    fn locate_far(&self, guest_addr: u64, len: u32) -> Option<Place> {
         let above = self
             .rows
             .partition_point(|row| row.guest_addr <= guest_addr);
-        near.row = above.saturating_sub(1);
-        self.span(guest_addr, len)
+        let place = Place(u32::try_from(above.checked_sub(1)?).ok()?);
+        self.span_in(place, guest_addr, len).map(|_| place)
+    }
+
+    /// `len` bytes at `guest_addr` if region `place` holds them all; never for
+    /// [`Place::NONE`].
+    #[inline]
+    pub(crate) fn span_in(&self, place: Place, guest_addr: u64, len: u32) -> Option<SpanMut<'_>> {
+        let row = self.rows.get(place.0 as usize)?;
+        let offset = guest_addr.wrapping_sub(row.guest_addr);
+        (offset < row.size && row.size - offset >= u64::from(len))
+            .then(|| Self::span_of(row, offset, len))
     }
 
     /// The first of `len` bytes at `guest_addr`: as many as one region holds.

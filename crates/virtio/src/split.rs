@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::memory::GuestMemory;
 use crate::spec::{DESC_BYTES, DescFlags, RING_SIZE_MAX};
@@ -88,6 +88,13 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
+    pub(crate) const ZERO: Self = Self {
+        addr: 0,
+        len: 0,
+        flags: DescFlags(0),
+        next: 0,
+    };
+
     /// From the two little-endian words of the table.
     #[inline]
     pub(crate) fn from_words(addr: u64, rest: u64) -> Self {
@@ -118,7 +125,7 @@ pub(crate) struct UsedEntry {
 /// The used ring from some position on, for writing many entries in a row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UsedSlots<'r> {
-    entries: *mut u64,
+    entries: *mut [u32; 2],
     mask: u16,
     first: u16,
     ring: PhantomData<&'r SplitRing>,
@@ -128,14 +135,25 @@ impl UsedSlots<'_> {
     /// Writes the entry `offset` behind the first.
     #[inline]
     pub(crate) fn set(self, offset: u16, entry: UsedEntry) {
+        self.word(offset, 0)
+            .store(entry.id.to_le(), Ordering::Relaxed);
+        self.set_len(offset, entry.len);
+    }
+
+    /// Changes the length in the entry `offset` behind the first.
+    #[inline]
+    pub(crate) fn set_len(self, offset: u16, len: u32) {
+        self.word(offset, 1).store(len.to_le(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn word(&self, offset: u16, word: usize) -> &AtomicU32 {
         let index = self.first.wrapping_add(offset) & self.mask;
-        let word = (u64::from(entry.id) | u64::from(entry.len) << 32).to_le();
         let entry = self.entries.wrapping_add(usize::from(index));
         // SAFETY: the masked index lies in the used ring, which was checked for
-        // its length and stays mapped while the ring is borrowed; an entry is
-        // aligned to 4 only. The driver does not look before the index is
-        // released.
-        unsafe { entry.write_unaligned(word) };
+        // length and alignment (4) and stays mapped while the ring is borrowed;
+        // `word` is 0 or 1.
+        unsafe { AtomicU32::from_ptr(entry.cast::<u32>().wrapping_add(word)) }
     }
 }
 
@@ -151,7 +169,7 @@ pub(crate) struct SplitRing {
 }
 
 // SAFETY: the pointers lead into mappings that `memory` owns and are used
-// through atomics only.
+// through atomics only (a guest may lay areas of two rings over each other).
 unsafe impl Send for SplitRing {}
 
 const IDX: usize = 2;
@@ -245,9 +263,9 @@ impl SplitRing {
     }
 
     #[inline]
-    fn used_entry_ptr(&self, position: u16) -> *mut u64 {
+    fn used_entry_ptr(&self, position: u16) -> *const u8 {
         let offset = RING + 8 * self.index(position);
-        self.used.as_ptr().wrapping_add(offset).cast()
+        self.used.as_ptr().wrapping_add(offset)
     }
 
     // Descriptor table: written by the driver, read by the device.
@@ -339,13 +357,11 @@ impl SplitRing {
 
     #[inline]
     pub(crate) fn used_entry(&self, position: u16) -> UsedEntry {
-        // SAFETY: the masked index lies in the used ring, which is as long as
-        // that and stays mapped; an entry is aligned to 4 only.
-        let word = unsafe { self.used_entry_ptr(position).read_unaligned() };
-        let [i0, i1, i2, i3, l0, l1, l2, l3] = word.to_ne_bytes();
+        let slots = self.used_slots(position);
+        let load = |word| u32::from_le(slots.word(0, word).load(Ordering::Relaxed));
         UsedEntry {
-            id: u32::from_le_bytes([i0, i1, i2, i3]),
-            len: u32::from_le_bytes([l0, l1, l2, l3]),
+            id: load(0),
+            len: load(1),
         }
     }
 
@@ -362,7 +378,7 @@ impl SplitRing {
 
     #[inline]
     pub(crate) fn prefetch_used_entry(&self, position: u16) {
-        pollux_sys::prefetch_write(self.used_entry_ptr(position).cast());
+        pollux_sys::prefetch_write(self.used_entry_ptr(position));
     }
 
     pub(crate) fn used_flags(&self) -> u16 {

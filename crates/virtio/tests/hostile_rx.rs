@@ -143,11 +143,14 @@ fn b56_failing_work_costs_the_budget_too() {
         assert_eq!(world.device_tx.base(), 10 * (round + 1));
     }
     // A long bad chain ends the burst by itself.
+    let mut world = World::of_size(64, MODERN);
     for index in 0..64 {
         world
             .tx
             .set_desc(index, RawDesc::default().then((index + 1) % 64));
+        world.tx.offer(index);
     }
+    world.tx.publish();
     let polled = poll_with(&mut world.device_tx, limit);
     assert_eq!(polled.chains, 1);
     assert!(polled.units >= 63);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pollux_switch::Fdb;
 
 use super::Time;
-use crate::port::{Port, QueueState};
+use crate::port::Port;
 use crate::worker::WorkerShared;
 
 /// How long retired values and broken queues may wait.
@@ -129,11 +129,8 @@ impl Watched {
 
     fn report_broken(&self) {
         for port in &self.ports {
-            if !port.take_broken() {
-                continue;
-            }
-            for (queue, state) in [("rx", port.rx_state()), ("tx", port.tx_state())] {
-                if let QueueState::Broken(fault) = state {
+            for (queue, fault) in [("rx", port.take_rx_fault()), ("tx", port.take_tx_fault())] {
+                if let Some(fault) = fault {
                     tracing::warn!(port = port.name(), queue, fault, "queue is broken");
                 }
             }

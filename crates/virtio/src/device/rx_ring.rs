@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use pollux_packet::{
-    BATCH_MAX, Batch, DropReason, Frame, FrameReader, FrameSet, NET_HEADER_BYTES, SpanMut,
+    Batch, BurstLimit, DropReason, Frame, FrameReader, FrameSet, NET_HEADER_BYTES, SpanMut,
     Transmitted,
 };
 use pollux_sys::prefetch_write;
 
-use super::split::{Heads, SplitDevice};
-use super::tx_ring::{prefetch_frame, units_of_chain};
+use super::split::{Chain, SplitDevice};
+use super::tx_ring::units_of_chain;
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
-use crate::memory::{GuestMemory, Near};
+use crate::memory::GuestMemory;
 use crate::spec::DescFlags;
 use crate::split::{Descriptor, RingError, UsedEntry};
 
@@ -23,23 +23,29 @@ pub struct RxRing {
     memory: Arc<GuestMemory>,
     device: SplitDevice,
     layout: Layout,
-    near: Near,
     /// Set by the last frame that did not fit into all chains together.
     short: Option<Short>,
     chain_errors: ChainErrorCounts,
 }
 
-/// What a ring holds that was too short for a frame: until the driver posts
-/// more, frames that are longer need not be tried. Else a guest with a ring of
-/// tiny buffers would cost every sender a walk over all of them for each frame
-/// (B-56, B-59).
+/// What was found too short for a frame. Until the driver has changed that,
+/// longer frames need not be tried: else a guest with tiny buffers would cost
+/// every sender a walk over all of them for each frame (B-56, B-59).
 #[derive(Clone, Copy, Debug)]
-struct Short {
-    /// Position behind the last available chain.
-    end: u16,
-    /// Bytes of all chains before it; less once some are taken.
-    bytes: u32,
+enum Short {
+    /// All chains together: those before position `end` hold `bytes`, less once
+    /// some are taken.
+    Ring { end: u16, bytes: u32 },
+    /// The chain at `position`, which alone must hold a frame.
+    Chain { position: u16, bytes: u32 },
 }
+
+/// Longest receive chain that is walked; QEMU's bound (`VIRTQUEUE_MAX_SIZE`).
+/// Drivers post one to 19 buffers for a frame.
+const CHAIN_LEN_MAX: u16 = 1024;
+/// Buffers that are walked in one call beyond the longest chain: a burst is at
+/// most 64 KiB in 64 frames, for which drivers that post pages need no more.
+const WALK_SPARE: u16 = 4 * BurstLimit::MAX.frames;
 
 /// How a frame is laid out in receive buffers.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +68,6 @@ impl RxRing {
             device: SplitDevice::new(Arc::clone(&memory), config)?,
             memory,
             layout,
-            near: Near::default(),
             short: None,
             chain_errors: ChainErrorCounts::default(),
         })
@@ -84,19 +89,17 @@ impl RxRing {
         }
         let wanted = u16::try_from(set.count()).expect("at most 64 frames");
         let mut filling = Filling {
-            heads: Heads::new(),
-            found: ArrayVec::new(),
+            ready: 0,
             used: 0,
             units: 0,
+            walk_left: self.size().min(CHAIN_LEN_MAX) + WALK_SPARE,
             memory: &self.memory,
             device: &mut self.device,
             layout: self.layout,
-            near: &mut self.near,
             short: &mut self.short,
             chain_errors: &mut self.chain_errors,
         };
-        filling.device.take_heads(wanted, &mut filling.heads);
-        filling.look_up();
+        filling.look_up(wanted);
         let rest = filling.frames_in_one_buffer(batch, set, &mut report);
         for index in rest {
             let frame = batch.frame(index);
@@ -109,6 +112,7 @@ impl RxRing {
             }
         }
         report.units = filling.units;
+        filling.forget_short();
         if !filling.device.publish(filling.used) {
             // The buffers were cut away: what was written reached nobody.
             report = Transmitted {
@@ -152,20 +156,13 @@ impl RxRing {
     }
 }
 
-/// A receive buffer after the look-up: its bytes if the chain is one writable
-/// buffer (nearly always), else an empty span.
-#[derive(Clone, Copy)]
-struct Found<'r> {
-    whole: SpanMut<'r>,
-    head: Descriptor,
-}
-
 /// Why a frame did not get into the ring.
 enum Refused {
     /// The chains that were tried stay available.
     Keep(DropReason),
-    /// So many chains go back with length 0.
-    Return(u16),
+    /// The chain that starts at `bad` cannot be used; it and the `filled` ones
+    /// before it go back with length 0.
+    Return { filled: u16, bad: u16 },
 }
 
 /// One call of [`RxRing::transmit`].
@@ -173,37 +170,27 @@ struct Filling<'r> {
     memory: &'r GuestMemory,
     device: &'r mut SplitDevice,
     layout: Layout,
-    near: &'r mut Near,
     short: &'r mut Option<Short>,
     chain_errors: &'r mut ChainErrorCounts,
-    heads: Heads,
-    found: ArrayVec<Found<'r>, BATCH_MAX>,
+    /// Chains that were looked up.
+    ready: u16,
     /// Chains filled or returned so far.
     used: u16,
     units: u32,
+    /// Buffers that may still be walked: a ring of long chains costs a burst no
+    /// more than this.
+    walk_left: u16,
 }
 
-impl Filling<'_> {
-    /// Phase 2: copies each head's descriptor, translates it and prefetches,
-    /// for writing, the first bytes that it leads to.
+impl<'r> Filling<'r> {
+    /// Phases 1 and 2: looks up to `wanted` chains up.
     #[inline]
-    fn look_up(&mut self) {
+    fn look_up(&mut self, wanted: u16) {
         let net_header_bytes = self.layout.net_header_bytes;
-        let (memory, device) = (self.memory, &self.device);
-        let mut near = *self.near;
-        self.found.extend(self.heads.iter().map(|&index| {
-            let head = device.ring().desc(index);
-            if head.flags.known() == DescFlags::WRITE
-                && head.len >= net_header_bytes
-                && let Some(whole) = memory.span_near(&mut near, head.addr, head.len)
-            {
-                prefetch_frame(whole.as_ptr(), prefetch_write);
-                return Found { whole, head };
-            }
-            let whole = SpanMut::EMPTY;
-            Found { whole, head }
-        }));
-        *self.near = near;
+        let is_buffer = |head: Descriptor| {
+            head.flags.known() == DescFlags::WRITE && head.len >= net_header_bytes
+        };
+        self.ready = self.device.look_up(wanted, is_buffer, prefetch_write);
     }
 
     /// Phase 3 for nearly all frames: each into the one buffer of the next
@@ -216,24 +203,20 @@ impl Filling<'_> {
         set: FrameSet,
         report: &mut Transmitted,
     ) -> FrameSet {
-        let layout = self.layout;
+        let (layout, memory) = (self.layout, self.memory);
         let slots = self.device.used_slots();
         let mut rest = set;
         let (mut chains, mut bytes) = (0, 0);
-        for (found, &head) in self.found.iter().zip(&self.heads) {
+        while chains < self.ready {
             let mut behind = rest;
             let Some(index) = behind.next() else { break };
             let frame = batch.frame(index);
-            let Some(len) = fill_one_buffer(layout, &frame, found.whole) else {
+            let chain = self.device.chain(chains);
+            let Some(len) = fill_one_buffer(memory, layout, &frame, chain) else {
                 break;
             };
-            slots.set(
-                chains,
-                UsedEntry {
-                    id: head.into(),
-                    len,
-                },
-            );
+            let id = chain.id.into();
+            slots.set(chains, UsedEntry { id, len });
             chains += 1;
             bytes += u64::from(frame.len);
             rest = behind;
@@ -246,23 +229,20 @@ impl Filling<'_> {
 
     /// Phase 3: copies one frame into the next chain, whatever it is like.
     fn frame(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
-        let next = usize::from(self.used);
-        if let Some(found) = self.found.get(next)
-            && let Some(len) = fill_one_buffer(self.layout, frame, found.whole)
-        {
-            self.set_used(self.used, self.heads[next], len);
-            self.used += 1;
-            return Ok(());
+        if self.used < self.ready {
+            let chain = *self.device.chain(self.used);
+            if let Some(len) = fill_one_buffer(self.memory, self.layout, frame, &chain) {
+                self.set_used(self.used, chain.id, len);
+                self.used += 1;
+                return Ok(());
+            }
         }
         self.frame_over_chains(frame)
     }
 
-    fn set_used(&self, offset: u16, head: u16, len: u32) {
-        let entry = UsedEntry {
-            id: head.into(),
-            len,
-        };
-        self.device.used_slots().set(offset, entry);
+    fn set_used(&self, offset: u16, id: u16, len: u32) {
+        let id = id.into();
+        self.device.used_slots().set(offset, UsedEntry { id, len });
     }
 
     fn frame_over_chains(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
@@ -272,15 +252,14 @@ impl Filling<'_> {
                 Ok(())
             }
             Err(Refused::Keep(reason)) => Err(reason),
-            Err(Refused::Return(chains)) => {
-                for _ in 0..chains {
-                    // Chains already filled for this frame go back unused too;
-                    // their heads were in range a moment ago.
-                    let head = self.head(self.used).unwrap_or_default();
-                    self.set_used(self.used, head, 0);
-                    self.used += 1;
+            Err(Refused::Return { filled, bad }) => {
+                let slots = self.device.used_slots();
+                for offset in self.used..self.used + filled {
+                    slots.set_len(offset, 0);
                 }
-                self.units += u32::from(chains);
+                self.set_used(self.used + filled, bad, 0);
+                self.used += filled + 1;
+                self.units += u32::from(filled) + 1;
                 Err(DropReason::BadRxChain)
             }
         }
@@ -291,40 +270,35 @@ impl Filling<'_> {
     /// guest's own and it does not get them.
     fn scatter(&mut self, frame: &Frame<'_>) -> Result<u16, Refused> {
         let needed = self.layout.net_header_bytes + frame.len;
-        if let Some(short) = *self.short
-            && needed > short.bytes
-            && self.device.avail_end() == short.end
-        {
-            return Err(Refused::Keep(DropReason::RxRingFull));
+        if let Some(reason) = self.known_short(needed) {
+            return Err(Refused::Keep(reason));
         }
         let mut cut = Cut::new(frame, self.layout);
         let mut rest = needed;
         let mut chains = 0;
-        // Not for each chain: chains that share descriptors, which no driver
-        // makes, would multiply (B-56).
-        let mut buffers_max = self.device.ring().size();
         while rest > 0 {
             let offset = self.used + chains;
-            let Some((head, first)) = self.chain(offset) else {
+            let Some(Chain { id, head, .. }) = self.device.chain_any(offset) else {
                 return Err(Refused::Keep(self.no_chain(offset, needed - rest)));
             };
-            let mut walk = Walk::new(self.memory, self.device.ring(), first, buffers_max);
-            let filled = fill_chain(self.memory, &mut walk, rest, &mut cut);
-            buffers_max = walk.left();
-            // The frame's own unit pays for the first chain.
-            self.units += units_of_chain(walk.descriptors()) - u32::from(chains == 0);
-            let bytes = match filled {
-                Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains)),
+            let bytes = match self.fill_chain(head, rest, &mut cut, chains == 0) {
+                Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains, id)),
                 Ok(bytes) => bytes,
-                Err(error) => return Err(self.bad_chain(error, chains)),
+                Err(ChainError::TooLong) if self.walk_left == 0 => {
+                    // Perhaps not the chain's fault.
+                    return Err(Refused::Keep(DropReason::RxRingFull));
+                }
+                Err(error) => return Err(self.bad_chain(error, chains, id)),
             };
             if bytes < rest && !self.layout.mergeable {
                 if bytes < self.layout.net_header_bytes {
-                    return Err(self.bad_chain(ChainError::Runt, chains));
+                    return Err(self.bad_chain(ChainError::Runt, chains, id));
                 }
+                let position = self.device.base().wrapping_add(offset);
+                *self.short = Some(Short::Chain { position, bytes });
                 return Err(Refused::Keep(DropReason::RxBufferTooSmall));
             }
-            self.set_used(offset, head, bytes);
+            self.set_used(offset, id, bytes);
             rest -= bytes;
             chains += 1;
         }
@@ -332,9 +306,49 @@ impl Filling<'_> {
         Ok(chains)
     }
 
-    fn bad_chain(&mut self, error: ChainError, chains_before: u16) -> Refused {
+    /// Writes up to `bytes_max` bytes of a frame into one chain; returns how
+    /// many.
+    fn fill_chain(
+        &mut self,
+        head: Descriptor,
+        bytes_max: u32,
+        cut: &mut Cut<'_, 'r>,
+        is_first: bool,
+    ) -> Result<u32, ChainError> {
+        let longest = self.device.ring().size().min(CHAIN_LEN_MAX);
+        let allowed = longest.min(self.walk_left);
+        let mut walk = Walk::new(self.memory, self.device.ring(), head, allowed);
+        let filled = fill_buffers(self.memory, &mut walk, bytes_max, cut);
+        // The frame's own unit pays for its first chain.
+        self.units += units_of_chain(walk.descriptors()) - u32::from(is_first);
+        self.walk_left -= allowed - walk.left();
+        filled
+    }
+
+    /// Positions come again after 65,536 chains: once chains were taken, what
+    /// was short is another chain or holds less, and has to be found anew.
+    fn forget_short(&mut self) {
+        if self.used != 0 {
+            *self.short = None;
+        }
+    }
+
+    /// Why a frame of `needed` bytes with its net header need not be tried.
+    fn known_short(&mut self, needed: u32) -> Option<DropReason> {
+        match (*self.short)? {
+            Short::Ring { end, bytes } => {
+                (needed > bytes && self.device.avail_end() == end).then_some(DropReason::RxRingFull)
+            }
+            Short::Chain { position, bytes } => {
+                let next = self.device.base().wrapping_add(self.used);
+                (needed > bytes && next == position).then_some(DropReason::RxBufferTooSmall)
+            }
+        }
+    }
+
+    fn bad_chain(&mut self, error: ChainError, filled: u16, bad: u16) -> Refused {
         self.chain_errors.add(error);
-        Refused::Return(chains_before + 1)
+        Refused::Return { filled, bad }
     }
 
     /// Why there is no chain `offset` behind the next one. Those before it hold
@@ -345,27 +359,8 @@ impl Filling<'_> {
         }
         // Not the end as it may be by now: the driver may just have posted more.
         let end = self.device.base().wrapping_add(offset);
-        *self.short = Some(Short { end, bytes });
+        *self.short = Some(Short::Ring { end, bytes });
         DropReason::RxRingFull
-    }
-
-    /// Head and first descriptor of the chain `offset` behind the next one.
-    fn chain(&mut self, offset: u16) -> Option<(u16, Descriptor)> {
-        let head = self.head(offset)?;
-        let first = match self.found.get(usize::from(offset)) {
-            Some(found) => found.head,
-            None => self.device.ring().desc(head),
-        };
-        Some((head, first))
-    }
-
-    /// The head `offset` behind the next one, if it is available.
-    fn head(&mut self, offset: u16) -> Option<u16> {
-        match self.heads.get(usize::from(offset)) {
-            Some(&head) => Some(head),
-            None if self.device.available(offset + 1) > offset => self.device.head(offset),
-            None => None,
-        }
     }
 }
 
@@ -373,27 +368,33 @@ impl Filling<'_> {
 /// bytes they are. Modern drivers expect `num_buffers` 1 even without mergeable
 /// buffers (section 5.1.6.4.1, B-22).
 #[inline]
-fn fill_one_buffer(layout: Layout, frame: &Frame<'_>, buffer: SpanMut<'_>) -> Option<u32> {
+fn fill_one_buffer(
+    memory: &GuestMemory,
+    layout: Layout,
+    frame: &Frame<'_>,
+    chain: &Chain,
+) -> Option<u32> {
     let header_bytes = layout.net_header_bytes;
     let len = header_bytes + frame.len;
-    if buffer.len() < len {
+    if chain.head.len < len {
         return None;
     }
+    let buffer = memory.span_in(chain.place, chain.head.addr, len)?;
     frame.offload.write_header(header_bytes, 1, buffer);
     frame.copy_to(buffer.skip(header_bytes));
     Some(len)
 }
 
 /// A frame that is being written over several pieces, net header first.
-struct Cut<'f> {
+struct Cut<'f, 'r> {
     reader: FrameReader<'f>,
     /// Where the net header goes: its `num_buffers` is known at the end. It may
     /// lie in as many pieces as it has bytes (B-09).
-    net_header: ArrayVec<SpanMut<'f>, NET_HEADER_BYTES>,
+    net_header: ArrayVec<SpanMut<'r>, NET_HEADER_BYTES>,
     net_header_rest: u32,
 }
 
-impl<'f> Cut<'f> {
+impl<'f, 'r> Cut<'f, 'r> {
     fn new(frame: &Frame<'f>, layout: Layout) -> Self {
         Self {
             reader: frame.reader(),
@@ -402,7 +403,7 @@ impl<'f> Cut<'f> {
         }
     }
 
-    fn write(&mut self, piece: SpanMut<'f>) {
+    fn write(&mut self, piece: SpanMut<'r>) {
         let mut piece = piece;
         if self.net_header_rest > 0 {
             let part = piece.first(self.net_header_rest);
@@ -424,12 +425,13 @@ impl<'f> Cut<'f> {
     }
 }
 
-/// Writes up to `bytes_max` bytes of a frame into one chain; returns how many.
-fn fill_chain<'r>(
+/// Writes up to `bytes_max` bytes of a frame into the buffers of one chain;
+/// returns how many.
+fn fill_buffers<'r>(
     memory: &'r GuestMemory,
     walk: &mut Walk<'_>,
     bytes_max: u32,
-    cut: &mut Cut<'r>,
+    cut: &mut Cut<'_, 'r>,
 ) -> Result<u32, ChainError> {
     let mut bytes = 0;
     while bytes < bytes_max

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
-use pollux_packet::{BATCH_MAX, BurstLimit};
+use pollux_packet::BurstLimit;
 use pollux_sys::{EventFd, full_fence, poison_count};
 
 use super::RingConfig;
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, Place};
 use crate::notify::Signal;
 use crate::spec::{AVAIL_NO_INTERRUPT, USED_NO_NOTIFY};
-use crate::split::{RingError, SplitRing, UsedSlots};
+use crate::split::{Descriptor, RingError, SplitRing, UsedSlots};
 
 /// Why a ring was broken. A broken ring does nothing until it is set up anew;
 /// other rings go on.
@@ -44,11 +43,32 @@ pub struct Notifications {
     pub suppressed: u64,
 }
 
-/// Heads that were made available, copied.
-pub(super) type Heads = ArrayVec<u16, BATCH_MAX>;
+/// An available chain as it was looked up: its first descriptor, copied once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chain {
+    /// Index of the first descriptor: what goes back to the driver.
+    pub(super) id: u16,
+    /// Region of the buffer, if the chain is one buffer that can be used as it
+    /// is (nearly always); else the chain has to be walked.
+    pub(super) place: Place,
+    pub(super) head: Descriptor,
+}
 
-/// Descriptors that are prefetched at one time: this burst's and the next's.
-const PREFETCH_MAX: u16 = 2 * BurstLimit::MAX.frames;
+impl Chain {
+    const NONE: Self = Self {
+        id: 0,
+        place: Place::NONE,
+        head: Descriptor::ZERO,
+    };
+}
+
+/// Chains that are looked up, and buffers that are on their way, behind those of
+/// a burst.
+const LOOK_AHEAD: u16 = 64;
+/// Chains that are looked up at one time, at most.
+const LOOKED_UP_MAX: usize = 128;
+const _: () = assert!((LOOK_AHEAD + BurstLimit::MAX.frames) as usize <= LOOKED_UP_MAX);
+const _: () = assert!(LOOKED_UP_MAX.is_power_of_two());
 
 /// Entries of the used ring that share a cache line.
 const USED_ENTRIES_PER_LINE: u16 = 8;
@@ -62,8 +82,15 @@ pub(super) struct SplitDevice {
     /// `avail.idx` as last read, so that it is not read again while enough is
     /// known to be there.
     avail_seen: u16,
+    /// Available entries before this one are in `chains`, those from
+    /// `next_avail` on.
+    looked_up: u16,
     /// Descriptors of the available entries before this one were prefetched.
     prefetched: u16,
+    /// By position, modulo its length.
+    chains: Box<[Chain; LOOKED_UP_MAX]>,
+    /// Where the last buffer was.
+    near: Place,
     /// Next used entry to write; published up to here between bursts.
     next_used: u16,
     signal: Signal,
@@ -83,7 +110,10 @@ impl SplitDevice {
             event_idx: config.features.event_idx,
             next_avail: config.base,
             avail_seen: config.base,
+            looked_up: config.base,
             prefetched: config.base,
+            chains: Box::new([Chain::NONE; LOOKED_UP_MAX]),
+            near: Place::default(),
             next_used,
             signal: Signal::default(),
             call: config.call,
@@ -153,31 +183,81 @@ impl SplitDevice {
         self.next_avail.wrapping_add(available)
     }
 
-    /// Phase 1: copies up to `wanted` heads, and prefetches the used entries
-    /// that will be written and the descriptors: those of this burst, if that
-    /// was not done before, and those of the next one, which are on their way
-    /// while this one is worked on.
+    /// Looks up to `wanted` available chains up, and how many there are; see
+    /// [`chain`](Self::chain).
+    ///
+    /// Two phases: copy each head's descriptor, locate its buffer and prefetch
+    /// the first bytes; prefetch descriptors and used entries. Each runs ahead
+    /// of the burst, so that lines which the driver's core has are on their way
+    /// while earlier frames are copied: descriptors by two bursts, buffers by
+    /// one. Every chain is looked up once, whenever that is.
+    ///
+    /// `is_usable` says whether a chain of this one buffer can be used as it is.
     #[inline]
-    pub(super) fn take_heads(&mut self, wanted: u16, heads: &mut Heads) {
-        heads.clear();
+    pub(super) fn look_up(
+        &mut self,
+        wanted: u16,
+        is_usable: impl Fn(Descriptor) -> bool,
+        prefetch: impl Fn(*const u8),
+    ) -> u16 {
         let available = self.available(wanted);
-        let count = available.min(wanted);
-        self.prefetch_descriptors(available.min(2 * wanted));
-        let Self {
-            ring, next_avail, ..
-        } = self;
-        let mut outside = None;
-        let all = (0..count).map(|offset| ring.avail_head(next_avail.wrapping_add(offset)));
-        heads.extend(all.take_while(|&head| {
-            let inside = head < ring.size();
-            if !inside {
-                outside = Some(head);
+        if available == 0 {
+            return 0;
+        }
+        self.prefetch_descriptors(available.min(wanted + 2 * LOOK_AHEAD));
+        let end = self
+            .next_avail
+            .wrapping_add(available.min(wanted + LOOK_AHEAD));
+        let Self { ring, chains, .. } = self;
+        let memory = ring.memory();
+        let (mut position, mut near) = (self.looked_up, self.near);
+        while position != end {
+            let id = ring.avail_head(position);
+            if id >= ring.size() {
+                break;
             }
-            inside
-        }));
-        if let Some(head) = outside {
+            let head = ring.desc(id);
+            let mut chain = Chain {
+                id,
+                place: Place::NONE,
+                head,
+            };
+            if is_usable(head)
+                && let Some(place) = memory.locate(near, head.addr, head.len)
+            {
+                (chain.place, near) = (place, place);
+            }
+            if let Some(piece) = memory.span_in(near, head.addr, 0) {
+                // Net header and head are 76 bytes: two lines for most buffers.
+                // What lies behind the buffer is not read, only brought nearer.
+                prefetch(piece.as_ptr());
+                prefetch(piece.as_ptr().wrapping_add(64));
+            }
+            chains[usize::from(position) % LOOKED_UP_MAX] = chain;
+            position = position.wrapping_add(1);
+        }
+        (self.looked_up, self.near) = (position, near);
+        self.prefetch_used(available.min(wanted));
+        let ready = position.wrapping_sub(self.next_avail);
+        if ready == 0 {
+            let head = self.ring.avail_head(position);
             self.set_fault(RingFault::Head { head });
         }
+        ready.min(wanted)
+    }
+
+    #[inline]
+    fn prefetch_descriptors(&mut self, count: u16) {
+        let done = self.prefetched.wrapping_sub(self.next_avail);
+        for offset in done..count {
+            let position = self.next_avail.wrapping_add(offset);
+            self.ring.prefetch_desc(self.ring.avail_head(position));
+        }
+        self.prefetched = self.next_avail.wrapping_add(count.max(done));
+    }
+
+    #[inline]
+    fn prefetch_used(&self, count: u16) {
         let mut offset = 0;
         while offset < count {
             self.ring
@@ -186,29 +266,34 @@ impl SplitDevice {
         }
     }
 
-    /// Prefetches the descriptors of the next `count` available entries, each
-    /// once. What the driver changes in its ring meanwhile costs it time.
+    /// The chain `offset` behind the next one, which was looked up.
     #[inline]
-    fn prefetch_descriptors(&mut self, count: u16) {
-        let ahead = self.prefetched.wrapping_sub(self.next_avail);
-        let done = if ahead <= PREFETCH_MAX { ahead } else { 0 };
-        for offset in done..count {
-            let position = self.next_avail.wrapping_add(offset);
-            self.ring.prefetch_desc(self.ring.avail_head(position));
-        }
-        self.prefetched = self.next_avail.wrapping_add(count.max(done));
+    pub(super) fn chain(&self, offset: u16) -> &Chain {
+        let position = self.next_avail.wrapping_add(offset);
+        debug_assert!(offset < self.looked_up.wrapping_sub(self.next_avail));
+        &self.chains[usize::from(position) % LOOKED_UP_MAX]
     }
 
-    /// The head that is `offset` entries behind the next one; `None` breaks the
-    /// ring. `offset` must be less than [`available`](Self::available) said.
-    #[inline]
-    pub(super) fn head(&mut self, offset: u16) -> Option<u16> {
-        let head = self.ring.avail_head(self.next_avail.wrapping_add(offset));
-        if head >= self.ring.size() {
-            self.set_fault(RingFault::Head { head });
+    /// The chain `offset` behind the next one, looked up or not; `None` if it is
+    /// not available, or the ring breaks over it.
+    pub(super) fn chain_any(&mut self, offset: u16) -> Option<Chain> {
+        if offset < self.looked_up.wrapping_sub(self.next_avail) {
+            return Some(*self.chain(offset));
+        }
+        if self.available(offset + 1) <= offset {
             return None;
         }
-        Some(head)
+        let id = self.ring.avail_head(self.next_avail.wrapping_add(offset));
+        if id >= self.ring.size() {
+            self.set_fault(RingFault::Head { head: id });
+            return None;
+        }
+        let head = self.ring.desc(id);
+        Some(Chain {
+            id,
+            place: Place::NONE,
+            head,
+        })
     }
 
     /// Used entries from the next one on, to write; the driver sees them when
@@ -230,7 +315,15 @@ impl SplitDevice {
         if !self.is_whole() {
             return false;
         }
+        let looked_up = self.looked_up.wrapping_sub(self.next_avail);
+        let prefetched = self.prefetched.wrapping_sub(self.next_avail);
         self.next_avail = self.next_avail.wrapping_add(count);
+        self.looked_up = self
+            .next_avail
+            .wrapping_add(looked_up.saturating_sub(count));
+        self.prefetched = self
+            .next_avail
+            .wrapping_add(prefetched.saturating_sub(count));
         self.next_used = self.next_used.wrapping_add(count);
         self.ring.set_used_idx(self.next_used);
         if self.driver_wants_call() {

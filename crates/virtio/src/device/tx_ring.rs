@@ -10,10 +10,10 @@ use pollux_packet::{
 };
 use pollux_sys::prefetch_read;
 
-use super::split::{Heads, SplitDevice};
+use super::split::SplitDevice;
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
-use crate::memory::{GuestMemory, Near};
+use crate::memory::GuestMemory;
 use crate::spec::DescFlags;
 use crate::split::{Descriptor, RingError, UsedEntry};
 
@@ -28,7 +28,6 @@ pub struct TxRing {
     store: BatchStore,
     returns: Returns,
     net_header_bytes: u32,
-    near: Near,
 }
 
 /// Frames of one burst, and the chains that they came in.
@@ -68,12 +67,13 @@ pub struct Burst<'q> {
 /// The chains of a burst and the ring that they go back to.
 pub struct Returns {
     device: SplitDevice,
-    heads: Heads,
+    /// Between a burst and its return.
+    is_open: bool,
     /// Chains that were looked at; those behind stay available.
     chains: u16,
     units: u32,
     /// Chains that gave no frame, ascending.
-    rejected: ArrayVec<(u8, Rejected), BATCH_MAX>,
+    rejected: ArrayVec<(u16, Rejected), BATCH_MAX>,
     chain_errors: ChainErrorCounts,
 }
 
@@ -90,7 +90,7 @@ impl TxRing {
             store: BatchStore::new(2 * size + SPARE_PIECES + memory.regions().len()),
             returns: Returns {
                 device,
-                heads: Heads::new(),
+                is_open: false,
                 chains: 0,
                 units: 0,
                 rejected: ArrayVec::new(),
@@ -98,7 +98,6 @@ impl TxRing {
             },
             memory,
             net_header_bytes,
-            near: Near::default(),
         })
     }
 
@@ -111,26 +110,15 @@ impl TxRing {
             store,
             returns,
             net_header_bytes,
-            near,
         } = self;
-        let memory: &GuestMemory = memory;
         let mut batch = store.begin();
         returns.clear();
-        let frames = limit.frames.clamp(1, BurstLimit::MAX.frames);
-        returns.device.take_heads(frames, &mut returns.heads);
-        if returns.heads.is_empty() {
+        let wanted = limit.frames.clamp(1, BurstLimit::MAX.frames);
+        let count = returns.look_up(wanted, *net_header_bytes);
+        if count == 0 {
             return Burst { batch, returns };
         }
-        let mut found = ArrayVec::new();
-        look_up(
-            memory,
-            &returns.device,
-            &returns.heads,
-            near,
-            *net_header_bytes,
-            &mut found,
-        );
-        returns.snapshot(memory, &found, &mut batch, limit, *net_header_bytes);
+        returns.snapshot(memory, count, &mut batch, limit, *net_header_bytes);
         if !returns.device.is_whole() {
             // What was read may be zeros in the place of the guest's bytes.
             batch.clear();
@@ -182,63 +170,24 @@ impl TxRing {
     }
 }
 
-/// A chain after the look-up: the frame's bytes with its net header if the
-/// chain is one buffer (nearly always), else an empty span.
-#[derive(Clone, Copy)]
-struct Found<'m> {
-    whole: Span<'m>,
-    head: Descriptor,
-}
-
-/// Phase 2: copies each head's descriptor, translates it and prefetches the
-/// first bytes that it leads to.
-#[inline]
-fn look_up<'m>(
-    memory: &'m GuestMemory,
-    device: &SplitDevice,
-    heads: &Heads,
-    near: &mut Near,
-    net_header_bytes: u32,
-    found: &mut ArrayVec<Found<'m>, BATCH_MAX>,
-) {
-    let len_min = net_header_bytes + ETHERNET_HEADER_BYTES;
-    let len_span = FRAME_BYTES_MAX - ETHERNET_HEADER_BYTES;
-    let mut last = *near;
-    found.extend(heads.iter().map(|&index| {
-        let head = device.ring().desc(index);
-        let is_frame = head.len.wrapping_sub(len_min) <= len_span;
-        if head.flags.known() == DescFlags::default()
-            && is_frame
-            && let Some(span) = memory.span_near(&mut last, head.addr, head.len)
-        {
-            prefetch_frame(span.as_ptr(), prefetch_read);
-            let whole = span.as_span();
-            return Found { whole, head };
-        }
-        if let Some(piece) = memory.piece(head.addr, head.len) {
-            prefetch_read(piece.as_ptr());
-        }
-        let whole = Span::EMPTY;
-        Found { whole, head }
-    }));
-    *near = last;
-}
-
-/// Prefetches net header and head: 76 bytes, two lines for most buffers. What
-/// lies behind the buffer is not read, only brought nearer.
-#[inline]
-pub(super) fn prefetch_frame(ptr: *const u8, prefetch: impl Fn(*const u8)) {
-    prefetch(ptr);
-    prefetch(ptr.wrapping_add(64));
-}
-
 impl Returns {
     #[inline]
     fn clear(&mut self) {
-        self.heads.clear();
+        self.is_open = false;
         self.chains = 0;
         self.units = 0;
         self.rejected.clear();
+    }
+
+    /// Phases 1 and 2: looks up to `wanted` chains up.
+    #[inline]
+    fn look_up(&mut self, wanted: u16, net_header_bytes: u32) -> u16 {
+        let len_min = net_header_bytes + ETHERNET_HEADER_BYTES;
+        let len_span = FRAME_BYTES_MAX - ETHERNET_HEADER_BYTES;
+        let is_frame = |head: Descriptor| {
+            head.flags.known() == DescFlags::default() && head.len.wrapping_sub(len_min) <= len_span
+        };
+        self.device.look_up(wanted, is_frame, prefetch_read)
     }
 
     /// Phase 3: copies each net header and head, and judges the copies.
@@ -246,37 +195,39 @@ impl Returns {
     fn snapshot<'q>(
         &mut self,
         memory: &'q GuestMemory,
-        found: &ArrayVec<Found<'q>, BATCH_MAX>,
+        count: u16,
         batch: &mut Batch<'q>,
         limit: BurstLimit,
         net_header_bytes: u32,
     ) {
         let (mut chains, mut units) = (0, 0);
-        for (chain, found) in (0..).zip(found) {
-            let pushed = if found.whole.is_empty() {
-                let ring = self.device.ring();
-                let mut walk = Walk::new(memory, ring, found.head, ring.size());
-                let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
-                if pushed == Err(Rejected::Chain(ChainError::TooManyPieces)) && chain > 0 {
+        while chains < count {
+            let chain = self.device.chain(chains);
+            let head = chain.head;
+            let (pushed, cost) =
+                if let Some(whole) = memory.span_in(chain.place, head.addr, head.len) {
+                    (push_whole(whole.as_span(), batch, net_header_bytes), 1)
+                } else {
+                    let ring = self.device.ring();
+                    let mut walk = Walk::new(memory, ring, head, ring.size());
+                    let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
+                    (pushed, units_of_chain(walk.descriptors()))
+                };
+            if let Err(rejected) = pushed {
+                if rejected == Rejected::Chain(ChainError::TooManyPieces) && chains > 0 {
                     // The pieces of this chain do not fit behind those of the
                     // frames before it: it comes first in the next burst.
                     break;
                 }
-                units += units_of_chain(walk.descriptors());
-                pushed
-            } else {
-                units += 1;
-                push_whole(found.whole, batch, net_header_bytes)
-            };
-            chains += 1;
-            if let Err(rejected) = pushed {
-                self.rejected.push((chain, rejected));
+                self.rejected.push((chains, rejected));
             }
+            units += cost;
+            chains += 1;
             if units >= limit.units || batch.bytes() >= limit.bytes {
                 break;
             }
         }
-        (self.chains, self.units) = (chains, units);
+        (self.chains, self.units, self.is_open) = (chains, units, true);
     }
 
     /// Chains that were looked at, frames and drops; after
@@ -309,28 +260,21 @@ impl Returns {
     /// whether to call. A second call does nothing.
     #[inline]
     pub fn finish(&mut self, frames: usize) {
-        if self.heads.is_empty() {
+        if !std::mem::take(&mut self.is_open) {
             return;
         }
         let chain = self.chain_of_frame(frames);
         if chain < self.chains {
             self.chains = chain;
-            self.rejected
-                .retain(|&mut (rejected, _)| u16::from(rejected) < chain);
+            self.rejected.retain(|&mut (rejected, _)| rejected < chain);
         }
         let slots = self.device.used_slots();
-        for (offset, &head) in (0..self.chains).zip(&self.heads) {
+        for offset in 0..self.chains {
+            let id = self.device.chain(offset).id.into();
             // The device wrote nothing to a TX chain (B-21).
-            slots.set(
-                offset,
-                UsedEntry {
-                    id: head.into(),
-                    len: 0,
-                },
-            );
+            slots.set(offset, UsedEntry { id, len: 0 });
         }
         self.device.publish(self.chains);
-        self.heads.clear();
         for &(_, rejected) in &self.rejected {
             // Not before they go back: a chain that stays is judged again.
             if let Rejected::Chain(error) = rejected {
@@ -344,7 +288,7 @@ impl Returns {
     fn chain_of_frame(&self, index: usize) -> u16 {
         let mut chain = u16::try_from(index).unwrap_or(u16::MAX);
         for &(rejected, _) in &self.rejected {
-            if u16::from(rejected) > chain {
+            if rejected > chain {
                 break;
             }
             chain = chain.saturating_add(1);
@@ -400,8 +344,9 @@ fn push_whole<'q>(
     if Offload::from_header(&header).is_requested() {
         return Err(Rejected::Offload);
     }
-    batch.push(Offload::default(), whole.skip(net_header_bytes));
-    Ok(())
+    batch
+        .push(Offload::default(), whole.skip(net_header_bytes))
+        .map_err(|SpansFull| Rejected::Chain(ChainError::TooManyPieces))
 }
 
 /// Follows a chain of several buffers and adds its frame.

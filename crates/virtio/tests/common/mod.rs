@@ -100,7 +100,9 @@ pub(crate) fn transmit(ring: &mut device::RxRing, frames: &[Vec<u8>]) -> Transmi
     let mut store = BatchStore::new(frames.len());
     let mut batch = store.begin();
     for frame in frames {
-        batch.push(Offload::default(), Span::from_slice(frame));
+        batch
+            .push(Offload::default(), Span::from_slice(frame))
+            .expect("room");
     }
     ring.transmit(&batch, FrameSet::first(frames.len()))
 }
