@@ -291,7 +291,7 @@ fn budget(batch: u32) -> Budget {
 }
 
 fn start(args: &EngineArgs, case: Case, spec: GuestSpec) -> anyhow::Result<(Switch, Vec<Side>)> {
-    let switch = Switch::new(SwitchConfig::default());
+    let switch = Switch::new(SwitchConfig::default())?;
     let budget = budget(case.batch);
     let plan = Plan {
         mode: match args.mode {
@@ -325,8 +325,8 @@ fn start(args: &EngineArgs, case: Case, spec: GuestSpec) -> anyhow::Result<(Swit
         guest.rx.ring().suppress_calls();
         let (tx, rx) = guest.device();
         let port = switch.port(name).context("the port was planned")?;
-        port.start_tx(Box::new(rx));
-        port.start_rx(Box::new(tx));
+        port.start_tx(Box::new(rx)).expect("it was just planned");
+        port.start_rx(Box::new(tx)).expect("it was just planned");
         sides.push(Side { guest, received: 0 });
     }
     Ok((switch, sides))

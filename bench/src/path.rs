@@ -96,7 +96,8 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
             sent += to_b.transmit(&burst.batch, frames).frames;
         });
         let t3 = clock.now();
-        burst.returns.finish(burst.batch.len());
+        let frames = burst.batch.len();
+        burst.finish(frames);
         let t4 = clock.now();
 
         for (phase, (from, to)) in ticks

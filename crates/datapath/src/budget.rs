@@ -91,6 +91,12 @@ impl Allowance {
         })
     }
 
+    /// True if this is more than what is left.
+    #[inline]
+    pub(crate) fn is_exceeded_by(self, units: u64, bytes: u64) -> bool {
+        units > u64::from(self.units) || bytes > self.bytes
+    }
+
     #[inline]
     pub(crate) fn spend(&mut self, units: u32, bytes: u64) {
         self.units = self.units.saturating_sub(units);

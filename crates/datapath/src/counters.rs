@@ -266,26 +266,44 @@ impl SharedCounters {
     pub(crate) fn read(&self, ports_len: usize) -> WorkerSnapshot {
         let mut worker = [0; WORKER_WORDS];
         let mut ports = vec![[0; PORT_WORDS]; ports_len.min(self.ports.len())];
-        let mut copy = || {
-            let before = self.sequence.load(Ordering::Acquire);
+        self.at_one_moment(|| {
             load(&self.worker, &mut worker);
             for (shared, copy) in self.ports.iter().zip(&mut ports) {
                 load(shared, copy);
             }
+        });
+        WorkerSnapshot {
+            worker: WorkerCounters::from_words(&worker),
+            ports: ports.iter().map(PortCounters::from_words).collect(),
+        }
+    }
+
+    /// Copies the counters of one port, of one moment.
+    ///
+    /// # Panics
+    /// If the number is not below [`PORTS_MAX`].
+    pub(crate) fn read_port(&self, id: PortId) -> PortCounters {
+        let shared = &self.ports[id.index()];
+        let mut words = [0; PORT_WORDS];
+        self.at_one_moment(|| load(shared, &mut words));
+        PortCounters::from_words(&words)
+    }
+
+    /// Calls `copy` until the worker wrote nothing meanwhile.
+    fn at_one_moment(&self, mut copy: impl FnMut()) {
+        let mut is_whole = || {
+            let before = self.sequence.load(Ordering::Acquire);
+            copy();
             fence(Ordering::Acquire);
             before.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == before
         };
-        if !(0..READ_TRIES).any(|_| copy()) {
+        if !(0..READ_TRIES).any(|_| is_whole()) {
             self.readers.fetch_add(1, Ordering::Relaxed);
-            while !copy() {
+            while !is_whole() {
                 // The worker writes for the last time, or has no core.
                 std::thread::yield_now();
             }
             self.readers.fetch_sub(1, Ordering::Relaxed);
-        }
-        WorkerSnapshot {
-            worker: WorkerCounters::from_words(&worker),
-            ports: ports.iter().map(PortCounters::from_words).collect(),
         }
     }
 
@@ -404,9 +422,14 @@ mod tests {
                     assert_eq!(port.rx_drops(), snapshot.worker.turns);
                 }
                 assert_eq!(snapshot.ports[3], PortCounters::default());
+                let port = shared.read_port(PortId(2));
+                assert_eq!(port.rx_frames, port.rx_drops());
+                assert!(port.rx_frames >= snapshot.worker.turns);
             }
         });
         assert_eq!(shared.read(1).ports[0].rx_frames, 200_000);
+        assert_eq!(shared.read_port(PortId(2)), shared.read(3).ports[2]);
+        assert_eq!(shared.read_port(PortId(3)), PortCounters::default());
     }
 
     /// All ports take longer to copy than a worker with little to do takes to

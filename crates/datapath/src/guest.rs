@@ -3,25 +3,27 @@
 use pollux_packet::{Batch, BurstLimit, DropReason, FrameSet, Transmitted};
 use pollux_virtio::device;
 
-use crate::port::{Burst, Returns, RxQueue, TxQueue};
+use crate::port::{Burst, Queue, Returns, RxQueue, TxQueue};
 
-impl RxQueue for device::TxRing {
-    #[inline]
-    fn receive(&mut self, limit: BurstLimit) -> Burst<'_> {
-        let device::Burst { batch, returns } = Self::receive(self, limit);
-        Burst { batch, returns }
-    }
-
-    fn size(&self) -> u16 {
-        Self::size(self)
-    }
-
+impl Queue for device::TxRing {
     fn is_broken(&self) -> bool {
         Self::fault(self).is_some()
     }
 
     fn fault(&self) -> Option<String> {
         Self::fault(self).map(|fault| fault.to_string())
+    }
+}
+
+impl RxQueue for device::TxRing {
+    #[inline]
+    fn receive(&mut self, limit: BurstLimit) -> Burst<'_> {
+        let (batch, returns) = Self::receive(self, limit).into_parts();
+        Burst::new(batch, returns)
+    }
+
+    fn size(&self) -> u16 {
+        Self::size(self)
     }
 }
 
@@ -47,17 +49,19 @@ impl Returns for device::Returns {
     }
 }
 
-impl TxQueue for device::RxRing {
-    #[inline]
-    fn transmit(&mut self, batch: &Batch<'_>, set: FrameSet) -> Transmitted {
-        Self::transmit(self, batch, set)
-    }
-
+impl Queue for device::RxRing {
     fn is_broken(&self) -> bool {
         Self::fault(self).is_some()
     }
 
     fn fault(&self) -> Option<String> {
         Self::fault(self).map(|fault| fault.to_string())
+    }
+}
+
+impl TxQueue for device::RxRing {
+    #[inline]
+    fn transmit(&mut self, batch: &Batch<'_>, set: FrameSet) -> Transmitted {
+        Self::transmit(self, batch, set)
     }
 }

@@ -25,7 +25,7 @@ mod worker;
 pub use budget::{BYTE_BUDGET_DEFAULT, Budget, PacketBudget, UNLIMITED_UNITS, UNLIMITED_VISIT};
 pub use counters::{PortCounters, WorkerCounters, WorkerSnapshot};
 pub use plan::{Action, Plan, PlanError, PlannedMode, PortPlan, WorkerPlan, diff};
-pub use port::{Burst, Port, QueueState, Returns, RxQueue, TxQueue};
+pub use port::{Burst, Port, PortRemoved, Queue, QueueState, Returns, RxQueue, TxQueue};
 pub use switch::{ApplyError, Switch, SwitchConfig, Time};
 
 /// Ports that can exist at one time.

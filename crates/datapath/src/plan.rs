@@ -70,6 +70,14 @@ pub enum PlanError {
         /// "port" or "worker".
         kind: &'static str,
     },
+    /// A NUL would end the name of a thread, others would garble a screen.
+    #[error("the {kind} name {name:?} contains a control character; leave it out")]
+    ControlCharacter {
+        /// "port" or "worker".
+        kind: &'static str,
+        /// The name.
+        name: String,
+    },
     /// Two objects of a kind with one name.
     #[error("two {kind}s are named \"{name}\"; rename one")]
     DuplicateName {
@@ -149,8 +157,8 @@ impl Plan {
     /// # Errors
     /// The first contradiction.
     pub fn check(&self, cores: &[usize]) -> Result<(), PlanError> {
-        unique("worker", self.workers.iter().map(|worker| &worker.name))?;
-        unique("port", self.ports.iter().map(|port| &port.name))?;
+        check_names("worker", self.workers.iter().map(|worker| &worker.name))?;
+        check_names("port", self.ports.iter().map(|port| &port.name))?;
         self.check_cores(cores)?;
         if self.ports.len() > usize::from(PORTS_MAX) {
             return Err(PlanError::TooManyPorts {
@@ -213,7 +221,8 @@ impl Plan {
     }
 }
 
-fn unique<'a>(
+/// Names are there, can be shown, and are told apart.
+fn check_names<'a>(
     kind: &'static str,
     names: impl Iterator<Item = &'a String>,
 ) -> Result<(), PlanError> {
@@ -221,6 +230,12 @@ fn unique<'a>(
     for name in names {
         if name.is_empty() {
             return Err(PlanError::EmptyName { kind });
+        }
+        if name.contains(char::is_control) {
+            return Err(PlanError::ControlCharacter {
+                kind,
+                name: name.clone(),
+            });
         }
         if !seen.insert(name) {
             return Err(PlanError::DuplicateName {
@@ -282,10 +297,13 @@ impl fmt::Display for Action {
 /// The actions that lead from `old` to `new`, in order. What is the same in
 /// both is in none of them.
 ///
-/// Ports go first, so that their numbers are free; workers come before ports,
-/// and before workers go, so that a queue finds somewhere to move; the mode is
-/// last, when every port that it names is there. A worker that changes its core
-/// goes and comes back: its queues wait or move meanwhile.
+/// Ports go first, so that their numbers are free; workers come before ports;
+/// the mode is last, when every port that it names is there.
+///
+/// Workers come before others go, so that a queue finds somewhere to move. But
+/// no worker comes while another has its core (two threads that spin would
+/// share it) or its name: those go first, and their queues wait or move
+/// meanwhile. So a worker that changes its core goes and comes back.
 #[must_use]
 pub fn diff(old: &Plan, new: &Plan) -> Vec<Action> {
     let mut actions = Vec::new();
@@ -294,17 +312,7 @@ pub fn diff(old: &Plan, new: &Plan) -> Vec<Action> {
             actions.push(Action::RemovePort(port.name.clone()));
         }
     }
-    let is_new = |worker: &&WorkerPlan| old.worker(&worker.name).is_none();
-    for worker in new.workers.iter().filter(is_new) {
-        actions.push(Action::AddWorker(worker.clone()));
-    }
-    for worker in &old.workers {
-        let replacement = new.worker(&worker.name);
-        if replacement != Some(worker) {
-            actions.push(Action::RemoveWorker(worker.name.clone()));
-            actions.extend(replacement.cloned().map(Action::AddWorker));
-        }
-    }
+    diff_workers(old, new, &mut actions);
     for port in &new.ports {
         match old.port(&port.name) {
             None => actions.push(Action::AddPort(port.clone())),
@@ -319,6 +327,35 @@ pub fn diff(old: &Plan, new: &Plan) -> Vec<Action> {
         });
     }
     actions
+}
+
+/// The part of [`diff`] about workers: adds whatever can be added, and only
+/// when something is in the way removes the first worker that is.
+fn diff_workers(old: &Plan, new: &Plan, actions: &mut Vec<Action>) {
+    let differs = |worker: &&WorkerPlan, plan: &Plan| plan.worker(&worker.name) != Some(worker);
+    let going = old.workers.iter().filter(|worker| differs(worker, new));
+    let coming = new.workers.iter().filter(|worker| differs(worker, old));
+    let (mut going, mut coming): (Vec<_>, Vec<_>) = (going.collect(), coming.collect());
+    loop {
+        coming.retain(|worker| {
+            let waits = going.iter().any(|other| is_in_the_way(other, worker));
+            if !waits {
+                actions.push(Action::AddWorker((*worker).clone()));
+            }
+            waits
+        });
+        if going.is_empty() {
+            return;
+        }
+        let in_the_way = |other: &&WorkerPlan| coming.iter().any(|w| is_in_the_way(other, w));
+        let next = going.iter().position(in_the_way).unwrap_or(0);
+        actions.push(Action::RemoveWorker(going.remove(next).name.clone()));
+    }
+}
+
+/// True if `worker` cannot come before `other` has gone.
+fn is_in_the_way(other: &WorkerPlan, worker: &WorkerPlan) -> bool {
+    other.name == worker.name || (other.core.is_some() && other.core == worker.core)
 }
 
 #[cfg(test)]
@@ -392,6 +429,49 @@ mod tests {
         );
     }
 
+    /// The workers of the actions: "+name" and "-name".
+    fn workers_of(old: &[(&str, usize)], new: &[(&str, usize)]) -> Vec<String> {
+        let actions = diff(&plan(old, &[]), &plan(new, &[]));
+        let text = actions.iter().map(|action| match action {
+            Action::AddWorker(worker) => format!("+{}", worker.name),
+            Action::RemoveWorker(name) => format!("-{name}"),
+            other => panic!("{other}"),
+        });
+        text.collect()
+    }
+
+    #[test]
+    fn no_core_has_two_workers_at_any_time() {
+        assert_eq!(workers_of(&[("a", 0)], &[("b", 0)]), ["-a", "+b"]);
+        // One that is in nobody's way stays until the queues have a new place.
+        assert_eq!(
+            workers_of(&[("a", 0), ("b", 1)], &[("c", 2), ("d", 1)]),
+            ["+c", "-b", "+d", "-a"]
+        );
+        // Workers that change places, and a chain of them.
+        assert_eq!(
+            workers_of(&[("a", 0), ("b", 1)], &[("a", 1), ("b", 0)]),
+            ["-a", "-b", "+a", "+b"]
+        );
+        assert_eq!(
+            workers_of(&[("a", 0), ("b", 1)], &[("a", 1), ("c", 0)]),
+            ["-a", "+c", "-b", "+a"]
+        );
+        // Whatever has no core of its own is in nobody's way.
+        let unpinned = |names: &[&str]| {
+            let mut plan = plan(
+                &names.iter().map(|name| (*name, 0)).collect::<Vec<_>>(),
+                &[],
+            );
+            plan.workers
+                .iter_mut()
+                .for_each(|worker| worker.core = None);
+            plan
+        };
+        let actions = diff(&unpinned(&["a"]), &unpinned(&["b"]));
+        assert!(matches!(&actions[0], Action::AddWorker(worker) if worker.name == "b"));
+    }
+
     #[test]
     fn contradictions_are_refused_by_name() {
         let check = |plan: &Plan| plan.check(&[0, 1]).map_err(|error| error.to_string());
@@ -406,6 +486,14 @@ mod tests {
         );
         refused(&plan(&[("w", 0)], &["a", "a"]), "two ports are named \"a\"");
         refused(&plan(&[("w", 0)], &[""]), "empty name");
+        refused(
+            &plan(&[("w\0", 0)], &[]),
+            "the worker name \"w\\0\" contains a control character",
+        );
+        refused(
+            &plan(&[("w", 0)], &["a\nb"]),
+            "the port name \"a\\nb\" contains",
+        );
         refused(&plan(&[("w", 0), ("x", 0)], &[]), "both on core 0");
         refused(&plan(&[("w", 9)], &[]), "not among [0, 1]");
         refused(&plan(&[], &["a"]), "no worker");

@@ -1,55 +1,64 @@
 //! What a port is to a worker.
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use pollux_packet::{Batch, BurstLimit, DropReason, FrameSet, Transmitted};
-use pollux_switch::PortRef;
+use pollux_switch::{Fdb, PortRef};
 use pollux_sys::RingCell;
+
+/// A queue of either direction. It belongs to whoever holds its cell.
+pub trait Queue: Send {
+    /// True if the queue does nothing until it is set up anew.
+    fn is_broken(&self) -> bool;
+
+    /// Why, for an operator; called by control only.
+    fn fault(&self) -> Option<String>;
+}
 
 /// A queue that the switch receives from: a guest's TX ring, a NIC's RX queue.
 ///
 /// Called once per burst, by the worker that polls it, which holds the queue's
 /// cell. Implementations neither allocate, log, nor block.
-pub trait RxQueue: Send {
+pub trait RxQueue: Queue {
     /// Receives one burst; an empty one if nothing is there or the queue is
     /// broken. Nothing is taken before [`Returns::finish`].
     fn receive(&mut self, limit: BurstLimit) -> Burst<'_>;
 
     /// Places in the queue: what a budget of "2 x" multiplies.
     fn size(&self) -> u16;
-
-    /// True if the queue does nothing until it is set up anew.
-    fn is_broken(&self) -> bool;
-
-    /// Why, for an operator; called by control only.
-    fn fault(&self) -> Option<String>;
 }
 
 /// A queue that the switch transmits through: a guest's RX ring, a NIC's TX
 /// queue. Called once per burst and group of frames, by any worker, which holds
 /// the queue's cell.
-pub trait TxQueue: Send {
+pub trait TxQueue: Queue {
     /// Transmits the frames of `set`, in order; what cannot go is dropped with
     /// a reason.
     fn transmit(&mut self, batch: &Batch<'_>, set: FrameSet) -> Transmitted;
-
-    /// True if the queue does nothing until it is set up anew.
-    fn is_broken(&self) -> bool;
-
-    /// Why, for an operator; called by control only.
-    fn fault(&self) -> Option<String>;
 }
 
 /// Frames of one burst and what must go back where they came from.
 pub struct Burst<'q> {
     /// The frames, in order of arrival.
     pub batch: Batch<'q>,
-    /// The queue, waiting for its buffers.
-    pub returns: &'q mut dyn Returns,
+    /// The queue, waiting for its buffers; finished after the last look at the
+    /// batch.
+    pub(crate) returns: &'q mut dyn Returns,
 }
 
-impl std::fmt::Debug for Burst<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl<'q> Burst<'q> {
+    /// A burst whose buffers go back through `returns`.
+    #[inline]
+    #[must_use]
+    pub fn new(batch: Batch<'q>, returns: &'q mut dyn Returns) -> Self {
+        Self { batch, returns }
+    }
+}
+
+impl fmt::Debug for Burst<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Burst")
             .field("batch", &self.batch)
             .field("chains", &self.returns.chains())
@@ -75,22 +84,49 @@ pub trait Returns {
     fn finish(&mut self, frames: usize);
 }
 
-/// The cell of a queue that the switch receives from; `None` while stopped.
-pub(crate) type RxCell = RingCell<Option<Box<dyn RxQueue>>>;
-/// The cell of a queue that the switch transmits through; `None` while stopped.
-pub(crate) type TxCell = RingCell<Option<Box<dyn TxQueue>>>;
-
 /// State of a port's queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QueueState {
-    /// No queue is there: nothing is received, frames for it are dropped
-    /// `port-down`.
+    /// No queue is there: nothing is received, no flooded frame is sent to it,
+    /// unicast frames for it are dropped `port-down`.
     Stopped,
     /// At work.
     Running,
     /// Broken by its peer, for the reason given.
     Broken(String),
+    /// The port is not in the plan any more: no queue can be started.
+    Removed,
 }
+
+/// A queue was to be started on a port that is not in the plan any more. Here
+/// it is again.
+pub struct PortRemoved<Q: ?Sized> {
+    /// Name of the port.
+    pub port: Box<str>,
+    /// The queue, untouched.
+    pub queue: Box<Q>,
+}
+
+impl<Q: ?Sized> fmt::Display for PortRemoved<Q> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let port = &self.port;
+        write!(
+            f,
+            "no queue can be started on port \"{port}\": it was removed from the plan; \
+             take the port from the switch again"
+        )
+    }
+}
+
+impl<Q: ?Sized> fmt::Debug for PortRemoved<Q> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PortRemoved")
+            .field("port", &self.port)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<Q: ?Sized> std::error::Error for PortRemoved<Q> {}
 
 /// What is known of a queue without taking its cell, which would keep workers
 /// out and so drop frames: whoever only looks must change nothing (B-66).
@@ -102,7 +138,10 @@ impl Status {
     const RUNNING: u8 = 1;
     const BROKEN: u8 = 2;
     const REPORTED: u8 = 3;
+    /// For good.
+    const REMOVED: u8 = 4;
 
+    #[inline]
     fn get(&self) -> u8 {
         self.0.load(Ordering::Relaxed)
     }
@@ -110,38 +149,121 @@ impl Status {
     fn set(&self, status: u8) {
         self.0.store(status, Ordering::Relaxed);
     }
+}
+
+/// The cell of a queue; `None` while stopped.
+pub(crate) type QueueCell<Q> = RingCell<Option<Box<Q>>>;
+
+/// The place of a queue, of either direction.
+struct QueueSlot<Q: ?Sized> {
+    cell: QueueCell<Q>,
+    status: Status,
+}
+
+impl<Q: Queue + ?Sized> QueueSlot<Q> {
+    fn new() -> Self {
+        Self {
+            cell: RingCell::new(None),
+            status: Status(AtomicU8::new(Status::STOPPED)),
+        }
+    }
+
+    /// Puts a queue in place of another, or gives it back if that is over.
+    fn start(&self, queue: Box<Q>) -> Result<Option<Box<Q>>, Box<Q>> {
+        self.cell.control(|slot| {
+            if self.status.get() == Status::REMOVED {
+                return Err(queue);
+            }
+            self.status.set(Status::RUNNING);
+            Ok(slot.replace(queue))
+        })
+    }
+
+    fn stop(&self) -> Option<Box<Q>> {
+        self.cell.control(|slot| {
+            if self.status.get() != Status::REMOVED {
+                self.status.set(Status::STOPPED);
+            }
+            slot.take()
+        })
+    }
+
+    /// Stops for good.
+    fn remove(&self) -> Option<Box<Q>> {
+        self.cell.control(|slot| {
+            self.status.set(Status::REMOVED);
+            slot.take()
+        })
+    }
+
+    fn state(&self) -> QueueState {
+        match self.status.get() {
+            Status::STOPPED => QueueState::Stopped,
+            Status::RUNNING => QueueState::Running,
+            Status::REMOVED => QueueState::Removed,
+            _ => self.cell.control(|slot| match slot {
+                // It was changed since.
+                None if self.status.get() == Status::REMOVED => QueueState::Removed,
+                None => QueueState::Stopped,
+                Some(queue) => queue
+                    .fault()
+                    .map_or(QueueState::Running, QueueState::Broken),
+            }),
+        }
+    }
+
+    #[inline]
+    fn is_running(&self) -> bool {
+        self.status.get() == Status::RUNNING
+    }
+
+    fn is_stopped(&self) -> bool {
+        matches!(self.status.get(), Status::STOPPED | Status::REMOVED)
+    }
 
     /// A worker met the queue and it was broken, perhaps not for the first time.
     #[cold]
     fn set_broken(&self) {
-        if self.get() == Self::RUNNING {
-            self.set(Self::BROKEN);
+        if self.is_running() {
+            self.status.set(Status::BROKEN);
         }
+    }
+
+    /// Why the queue broke, once for each time that it did.
+    fn take_fault(&self) -> Option<String> {
+        if self.status.get() != Status::BROKEN {
+            return None;
+        }
+        self.cell.control(|slot| {
+            let fault = slot.as_ref()?.fault()?;
+            self.status.set(Status::REPORTED);
+            Some(fault)
+        })
     }
 }
 
-/// One port: a name and the cells of its queues.
+/// One port: a name and the places of its queues.
 ///
 /// The owner of the device starts and stops the queues at any time; a worker is
-/// out of a queue when the call returns.
+/// out of a queue when the call returns. When both have been stopped the
+/// addresses learned on the port are forgotten: frames for them are flooded,
+/// not dropped until they age.
 pub struct Port {
     name: Box<str>,
     identity: PortRef,
-    rx: RxCell,
-    tx: TxCell,
-    rx_status: Status,
-    tx_status: Status,
+    fdb: Arc<Fdb>,
+    rx: QueueSlot<dyn RxQueue>,
+    tx: QueueSlot<dyn TxQueue>,
 }
 
 impl Port {
-    pub(crate) fn new(name: &str, identity: PortRef) -> Self {
+    pub(crate) fn new(name: &str, identity: PortRef, fdb: Arc<Fdb>) -> Self {
         Self {
             name: name.into(),
             identity,
-            rx: RingCell::new(None),
-            tx: RingCell::new(None),
-            rx_status: Status(AtomicU8::new(Status::STOPPED)),
-            tx_status: Status(AtomicU8::new(Status::STOPPED)),
+            fdb,
+            rx: QueueSlot::new(),
+            tx: QueueSlot::new(),
         }
     }
 
@@ -159,115 +281,119 @@ impl Port {
 
     /// Starts receiving from `queue`; gives back the one that was there. Waits
     /// for a worker's burst at most.
-    pub fn start_rx(&self, queue: Box<dyn RxQueue>) -> Option<Box<dyn RxQueue>> {
-        self.rx.control(|slot| {
-            self.rx_status.set(Status::RUNNING);
-            slot.replace(queue)
-        })
+    ///
+    /// # Errors
+    /// [`PortRemoved`], with the queue, if the port is not in the plan any more.
+    pub fn start_rx(
+        &self,
+        queue: Box<dyn RxQueue>,
+    ) -> Result<Option<Box<dyn RxQueue>>, PortRemoved<dyn RxQueue>> {
+        self.rx.start(queue).map_err(|queue| self.removed(queue))
     }
 
     /// Stops receiving and gives the queue back. Everything that was received
     /// has been returned to it.
     pub fn stop_rx(&self) -> Option<Box<dyn RxQueue>> {
-        self.rx.control(|slot| {
-            self.rx_status.set(Status::STOPPED);
-            slot.take()
-        })
+        let queue = self.rx.stop();
+        self.forget_if_down(queue.is_some());
+        queue
     }
 
     /// Starts transmitting through `queue`; gives back the one that was there.
-    pub fn start_tx(&self, queue: Box<dyn TxQueue>) -> Option<Box<dyn TxQueue>> {
-        self.tx.control(|slot| {
-            self.tx_status.set(Status::RUNNING);
-            slot.replace(queue)
-        })
+    ///
+    /// # Errors
+    /// [`PortRemoved`], with the queue, if the port is not in the plan any more.
+    pub fn start_tx(
+        &self,
+        queue: Box<dyn TxQueue>,
+    ) -> Result<Option<Box<dyn TxQueue>>, PortRemoved<dyn TxQueue>> {
+        self.tx.start(queue).map_err(|queue| self.removed(queue))
     }
 
     /// Stops transmitting and gives the queue back.
     pub fn stop_tx(&self) -> Option<Box<dyn TxQueue>> {
-        self.tx.control(|slot| {
-            self.tx_status.set(Status::STOPPED);
-            slot.take()
-        })
+        let queue = self.tx.stop();
+        self.forget_if_down(queue.is_some());
+        queue
     }
 
     /// State of the queue that the switch receives from. Asking disturbs no
     /// worker.
     #[must_use]
     pub fn rx_state(&self) -> QueueState {
-        match self.rx_status.get() {
-            Status::STOPPED => QueueState::Stopped,
-            Status::RUNNING => QueueState::Running,
-            _ => self.rx.control(|slot| match slot {
-                None => QueueState::Stopped,
-                Some(queue) => queue
-                    .fault()
-                    .map_or(QueueState::Running, QueueState::Broken),
-            }),
-        }
+        self.rx.state()
     }
 
     /// State of the queue that the switch transmits through. Asking disturbs no
     /// worker.
     #[must_use]
     pub fn tx_state(&self) -> QueueState {
-        match self.tx_status.get() {
-            Status::STOPPED => QueueState::Stopped,
-            Status::RUNNING => QueueState::Running,
-            _ => self.tx.control(|slot| match slot {
-                None => QueueState::Stopped,
-                Some(queue) => queue
-                    .fault()
-                    .map_or(QueueState::Running, QueueState::Broken),
-            }),
+        self.tx.state()
+    }
+
+    fn removed<Q: ?Sized>(&self, queue: Box<Q>) -> PortRemoved<Q> {
+        PortRemoved {
+            port: self.name.clone(),
+            queue,
         }
     }
 
-    pub(crate) fn rx(&self) -> &RxCell {
-        &self.rx
+    /// After a queue was stopped: forgets what was learned if the other one is
+    /// stopped too. No worker learns for the port any more: it would have to
+    /// hold the receive queue.
+    fn forget_if_down(&self, has_stopped: bool) {
+        // Two threads that stop one queue each: at least one sees both.
+        fence(Ordering::SeqCst);
+        if has_stopped && self.rx.is_stopped() && self.tx.is_stopped() {
+            self.fdb.flush_port(self.identity);
+        }
     }
 
-    pub(crate) fn tx(&self) -> &TxCell {
-        &self.tx
+    /// Takes the queues away for good, once no worker knows the port.
+    pub(crate) fn remove(&self) {
+        // Dropped here, when the cells are free again.
+        drop((self.rx.remove(), self.tx.remove()));
+    }
+
+    pub(crate) fn rx(&self) -> &QueueCell<dyn RxQueue> {
+        &self.rx.cell
+    }
+
+    pub(crate) fn tx(&self) -> &QueueCell<dyn TxQueue> {
+        &self.tx.cell
+    }
+
+    /// True if frames can be transmitted: a port that is not up gets no flooded
+    /// ones. A look at one byte, which changes with the port's state only and
+    /// is on no line that workers write.
+    #[inline]
+    pub(crate) fn is_up(&self) -> bool {
+        self.tx.is_running()
     }
 
     /// By a worker that holds the queue: it is broken.
     pub(crate) fn set_rx_broken(&self) {
-        self.rx_status.set_broken();
+        self.rx.set_broken();
     }
 
     /// By a worker that holds the queue: it is broken.
     pub(crate) fn set_tx_broken(&self) {
-        self.tx_status.set_broken();
+        self.tx.set_broken();
     }
 
     /// Why the receive queue broke, once for each time that one did.
     pub(crate) fn take_rx_fault(&self) -> Option<String> {
-        if self.rx_status.get() != Status::BROKEN {
-            return None;
-        }
-        self.rx.control(|slot| {
-            let fault = slot.as_ref()?.fault()?;
-            self.rx_status.set(Status::REPORTED);
-            Some(fault)
-        })
+        self.rx.take_fault()
     }
 
     /// Why the transmit queue broke, once for each time that one did.
     pub(crate) fn take_tx_fault(&self) -> Option<String> {
-        if self.tx_status.get() != Status::BROKEN {
-            return None;
-        }
-        self.tx.control(|slot| {
-            let fault = slot.as_ref()?.fault()?;
-            self.tx_status.set(Status::REPORTED);
-            Some(fault)
-        })
+        self.tx.take_fault()
     }
 }
 
-impl std::fmt::Debug for Port {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Port")
             .field("name", &self.name)
             .field("identity", &self.identity)

@@ -6,7 +6,7 @@ mod state;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pollux_switch::{Fdb, FdbConfig, FdbError, ForwardingError};
+use pollux_switch::{Fdb, FdbConfig, FdbError};
 use pollux_sys::PinError;
 
 use self::housekeeping::Housekeeping;
@@ -29,7 +29,7 @@ pub enum Time {
 /// What a switch is made with and keeps.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchConfig {
-    /// The forwarding database.
+    /// The forwarding database. Its `max_ports` is lowered to [`PORTS_MAX`].
     pub fdb: FdbConfig,
     /// Where seconds come from.
     pub time: Time,
@@ -53,12 +53,15 @@ impl Default for SwitchConfig {
     }
 }
 
-/// Why a plan was not applied.
+/// Why a switch was not made, or a plan not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
     /// Nothing was changed.
     #[error("the plan was refused, nothing was changed")]
     Plan(#[from] PlanError),
+    /// The kernel gave no thread to a new switch.
+    #[error("the housekeeping thread of the switch could not be started")]
+    Housekeeping(#[source] std::io::Error),
     /// The kernel gave no thread.
     #[error("worker \"{worker}\" could not be started")]
     Thread {
@@ -77,8 +80,12 @@ pub enum ApplyError {
         #[source]
         source: PinError,
     },
-    /// The worker has ended by itself: a bug. Its queues are not polled.
-    #[error("worker \"{worker}\" has died; restart the switch and report this")]
+    /// The worker has ended by itself: a bug. The plan is in force but for that
+    /// worker: its queues are not polled.
+    #[error(
+        "worker \"{worker}\" has died and its queues are not polled; \
+         apply a plan without it to give them to others, and report this"
+    )]
     WorkerDied {
         /// The worker.
         worker: String,
@@ -91,9 +98,6 @@ pub enum ApplyError {
         /// Why.
         source: FdbError,
     },
-    /// The cross-connects contradict each other.
-    #[error("the cross-connects were refused: {0}")]
-    Forwarding(ForwardingError),
 }
 
 /// A running switch. Dropping it ends its workers.
@@ -106,17 +110,22 @@ pub struct Switch {
 impl Switch {
     /// A switch without ports or workers.
     ///
-    /// # Panics
-    /// If the kernel gives no thread for housekeeping.
-    #[must_use]
-    pub fn new(config: SwitchConfig) -> Self {
-        let fdb = Arc::new(Fdb::new(config.fdb));
-        let housekeeping = Housekeeping::start(Arc::clone(&fdb), config.time);
-        Self {
+    /// # Errors
+    /// [`ApplyError::Housekeeping`].
+    pub fn new(config: SwitchConfig) -> Result<Self, ApplyError> {
+        // Workers have tables by port number: whoever holds the FDB must not be
+        // able to put an address on a port beyond them.
+        let fdb = Arc::new(Fdb::new(FdbConfig {
+            max_ports: config.fdb.max_ports.min(PORTS_MAX),
+            ..config.fdb
+        }));
+        let housekeeping =
+            Housekeeping::start(Arc::clone(&fdb), config.time).map_err(ApplyError::Housekeeping)?;
+        Ok(Self {
             state: Mutex::new(State::new(Arc::clone(&fdb), config.thread_start)),
             housekeeping,
             fdb,
-        }
+        })
     }
 
     /// Makes `plan` the configuration, step by step, and returns the steps.
@@ -124,8 +133,14 @@ impl Switch {
     /// without losing a frame.
     ///
     /// # Errors
-    /// [`ApplyError::Plan`] changes nothing. With any other error the steps
-    /// before it were done: [`plan`](Self::plan) tells what is in force.
+    /// * [`ApplyError::Plan`]: nothing was changed.
+    /// * [`ApplyError::WorkerDied`]: every step was done, and all other workers
+    ///   act on it. It is returned for as long as a dead worker is in the plan.
+    ///   A plan without it gives its queues to others; with the next one it may
+    ///   come back.
+    /// * Any other: the steps before the one that failed were done, that one and
+    ///   those after it were not. [`plan`](Self::plan) tells what is in force;
+    ///   applying again does the rest.
     pub fn apply(&self, plan: &Plan) -> Result<Vec<Action>, ApplyError> {
         plan.check(&pollux_sys::available_cores())?;
         let mut state = self.state();
@@ -135,10 +150,15 @@ impl Switch {
             state.perform(action, &self.housekeeping)?;
         }
         state.reorder(plan);
-        Ok(actions)
+        match state.dead_worker() {
+            None => Ok(actions),
+            Some(worker) => Err(ApplyError::WorkerDied {
+                worker: worker.to_owned(),
+            }),
+        }
     }
 
-    /// The configuration in force.
+    /// The configuration in force, with workers that have died.
     #[must_use]
     pub fn plan(&self) -> Plan {
         self.state().plan()
@@ -162,7 +182,7 @@ impl Switch {
         self.state().worker_counters(name)
     }
 
-    /// Worker that polls a port.
+    /// Worker that polls a port; `None` if it has died, or nobody does.
     #[must_use]
     pub fn worker_of_port(&self, name: &str) -> Option<String> {
         self.state().worker_of_port(name)
@@ -180,8 +200,9 @@ impl Switch {
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        // A panic under the lock leaves lists that are still consistent: each
-        // step changes them last.
+        // A panic under the lock leaves lists that are consistent: each step
+        // changes them at once and tells the workers after that, and the next
+        // step tells them everything again.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

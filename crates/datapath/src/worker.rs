@@ -5,7 +5,7 @@ mod inbox;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use pollux_packet::{Batch, BurstLimit, DropReason, FrameSet, Transmitted};
+use pollux_packet::{Batch, DropReason, FrameSet, Transmitted};
 use pollux_switch::{Forwarding, Memo, PortId, Verdicts};
 use pollux_sys::{Clock, Raised, pause};
 
@@ -57,6 +57,8 @@ pub(crate) struct Worker {
 
 /// What the path of a frame needs besides the task.
 struct Path {
+    /// Seconds that addresses are stamped with in this turn.
+    tick: u16,
     verdicts: Verdicts,
     counters: LocalCounters,
 }
@@ -69,6 +71,7 @@ impl Worker {
             tick,
             task,
             path: Path {
+                tick: 0,
                 verdicts: Verdicts::new(),
                 counters: LocalCounters::new(),
             },
@@ -91,17 +94,19 @@ impl Worker {
 
     /// One pass over all queues; false if none had work.
     fn turn(&mut self) -> bool {
-        let tick = self.tick.load(Ordering::Relaxed);
+        self.path.tick = self.tick.load(Ordering::Relaxed);
         let mut worked = false;
         for index in 0..self.task.queues.len() {
-            worked |= self.visit(index, tick);
+            worked |= self.visit(index);
             if self.shared.has_message() {
                 break;
             }
         }
         self.path.counters.worker.turns += 1;
         if !worked {
-            self.account_time(false);
+            if self.task.queues.is_empty() {
+                self.account_time(false);
+            }
             self.path.counters.publish(self.shared.counters());
         }
         worked
@@ -109,49 +114,53 @@ impl Worker {
 
     /// One queue's share of a turn: bursts until it is empty, its budget is
     /// spent, or control wants to be heard. False if there was no work.
-    fn visit(&mut self, index: usize, tick: u16) -> bool {
+    fn visit(&mut self, index: usize) -> bool {
         let Task {
             forwarding,
             ports,
             queues,
         } = &mut *self.task;
-        let queue = &mut queues[index];
+        let PolledQueue { port, budget, memo } = &mut queues[index];
         let mut left = None;
         let mut worked = false;
         loop {
             // Held means that the owner is being changed over; raised, that
             // control is at work. Either way: next turn.
-            let Ok(mut cell) = queue.port.rx().try_lock() else {
+            let Ok(mut cell) = port.rx().try_lock() else {
                 break;
             };
             let Some(rx) = cell.as_deref_mut() else { break };
-            let left: &mut Allowance = left.get_or_insert_with(|| queue.budget.open(rx.size()));
+            let left: &mut Allowance = left.get_or_insert_with(|| budget.open(rx.size()));
             let Some(limit) = left.burst() else {
                 self.path.counters.worker.exhausted += 1;
                 break;
             };
 
             let burst = rx.receive(limit);
-            let cost =
-                self.path
-                    .forward(forwarding, ports, &queue.port, &mut queue.memo, tick, burst);
+            let cost = self
+                .path
+                .forward(forwarding, ports, port, memo, *left, burst);
             if cost.chains == 0 {
                 if rx.is_broken() {
-                    queue.port.set_rx_broken();
+                    port.set_rx_broken();
                 }
                 break;
             }
             worked = true;
             left.spend(cost.units, cost.bytes);
-            if !cost.is_full(limit)
+            let is_full = cost.is_full
+                || cost.chains >= u32::from(limit.frames)
+                || cost.units >= limit.units
+                || cost.bytes >= limit.bytes;
+            if !is_full
                 || self.shared.has_message()
-                || is_late(queue.budget, self.clock, self.visited_at)
+                || is_late(*budget, self.clock, self.visited_at)
             {
                 break;
             }
         }
+        self.account_time(worked);
         if worked {
-            self.account_time(true);
             self.path.counters.publish(self.shared.counters());
         }
         worked
@@ -163,17 +172,17 @@ struct Cost {
     chains: u32,
     units: u32,
     bytes: u64,
-    received_bytes: u64,
+    /// The burst ended at its limit: there may be more.
+    is_full: bool,
 }
 
 impl Cost {
-    /// True if the burst ended at its limit: there may be more.
-    #[inline]
-    fn is_full(&self, limit: BurstLimit) -> bool {
-        self.chains >= u32::from(limit.frames)
-            || self.units >= limit.units
-            || self.received_bytes >= limit.bytes
-    }
+    const NOTHING: Self = Self {
+        chains: 0,
+        units: 0,
+        bytes: 0,
+        is_full: false,
+    };
 }
 
 impl Path {
@@ -184,62 +193,121 @@ impl Path {
         &mut self,
         forwarding: &Forwarding,
         ports: &PortTable,
-        source: &Port,
+        port: &Port,
         memo: &mut Memo,
-        tick: u16,
+        left: Allowance,
         burst: Burst<'_>,
     ) -> Cost {
         let Burst { batch, returns } = burst;
-        let identity = source.identity();
-        let mut cost = Cost {
-            chains: returns.chains(),
-            units: returns.units(),
-            bytes: 0,
-            received_bytes: batch.bytes(),
-        };
-        if cost.chains == 0 {
-            return cost;
+        if returns.chains() == 0 {
+            return Cost::NOTHING;
         }
-        let mut copies = 0;
-        if !batch.is_empty() {
-            forwarding.classify(identity, memo, tick, batch.heads(), &mut self.verdicts);
-            let counters = &mut self.counters;
-            self.verdicts
-                .for_each_egress(identity.id(), forwarding.members(), |id, frames| {
-                    let sent = transmit(ports, id, &batch, frames, &mut counters.worker.spins);
-                    counters.port(id).add_transmitted(&sent);
-                    copies += frames.count();
-                    cost.units += sent.units;
-                    cost.bytes += sent.bytes;
-                });
+        let source = port.identity();
+        let (verdicts, counters) = (&mut self.verdicts, &mut self.counters);
+        let (mut taken, mut fan_out) = (batch.len(), 0);
+        let (mut copies, mut units, mut bytes) = (0, returns.units(), 0);
+        if taken != 0 {
+            forwarding.classify(source, memo, self.tick, batch.heads(), verdicts);
+            // Asked for only if there are flooded frames.
+            let members = forwarding.members().iter().filter(|id| is_up(ports, id));
+            if !verdicts.flood().is_empty() {
+                fan_out = members.clone().filter(|&&id| id != source.id()).count();
+                taken = affordable(&batch, verdicts, fan_out, left);
+            }
+            let now = FrameSet::first(taken);
+            verdicts.for_each_egress(source.id(), members, |id, frames| {
+                let frames = frames.intersection(now);
+                let sent = transmit(ports, id, &batch, frames, &mut counters.worker.spins);
+                counters.port(id).add_transmitted(&sent);
+                copies += u64::from(frames.count());
+                units += sent.units;
+                bytes += sent.bytes;
+            });
+            let flood = verdicts.flood().intersection(now);
+            units = units.saturating_add(further_units(&batch, flood, fan_out));
         }
-        returns.finish(batch.len());
+        let received_bytes = batch.bytes_of_first(taken);
+        let is_cut = taken < batch.len();
+        returns.finish(taken);
 
-        let counters = self.counters.port(identity.id());
-        counters.rx_frames += u64::from(cost.chains);
-        counters.rx_bytes += cost.received_bytes;
-        counters.copies += u64::from(copies);
-        if !batch.is_empty() {
-            count_verdicts(counters, &self.verdicts);
+        let chains = returns.chains();
+        let port = counters.port(source.id());
+        port.rx_frames += u64::from(chains);
+        port.rx_bytes += received_bytes;
+        port.copies += copies;
+        if taken != 0 {
+            count_verdicts(port, verdicts, FrameSet::first(taken), fan_out);
         }
-        returns.drops(&mut |reason| counters.drops.add(reason, 1));
-        self.counters.worker.batches += 1;
-        self.counters.worker.frames += u64::from(cost.chains);
-
-        let frames = u32::try_from(batch.len()).expect("at most 64");
-        cost.units += copies.saturating_sub(frames);
-        // What was received and not delivered was work too.
-        cost.bytes = cost.bytes.max(cost.received_bytes);
-        cost
+        returns.drops(&mut |reason| port.drops.add(reason, 1));
+        counters.worker.batches += u64::from(chains != 0);
+        counters.worker.frames += u64::from(chains);
+        Cost {
+            chains,
+            units,
+            // What was received and not delivered was work too.
+            bytes: bytes.max(received_bytes),
+            is_full: is_cut,
+        }
     }
 }
 
+/// How many frames of a batch with flooded ones can be forwarded before what is
+/// left of the visit is spent, at least one: a flooded frame costs a copy for
+/// each port. The others are received again by the next visit.
+#[cold]
+fn affordable(batch: &Batch<'_>, verdicts: &Verdicts, fan_out: usize, left: Allowance) -> usize {
+    let (mut units, mut bytes) = (0, 0);
+    for index in batch.all() {
+        let is_flooded = verdicts.flood().contains(index);
+        let copies = if is_flooded { fan_out as u64 } else { 1 };
+        units += copies * u64::from(units_of_copy(batch, index));
+        bytes += copies * u64::from(batch.frame_bytes(index));
+        if index > 0 && left.is_exceeded_by(units, bytes) {
+            return index;
+        }
+    }
+    batch.len()
+}
+
+/// Work of copying a frame once more: it lies in as many pieces as its chain
+/// had buffers, or more.
+fn units_of_copy(batch: &Batch<'_>, index: usize) -> u32 {
+    let pieces = batch.frame(index).body.len();
+    1 + u32::try_from(pieces.saturating_sub(2)).unwrap_or(u32::MAX - 1)
+}
+
+/// Work of the copies of flooded frames after the first of each, which the
+/// frame's own unit pays for.
 #[inline]
-fn count_verdicts(counters: &mut PortCounters, verdicts: &Verdicts) {
-    counters.unicast += u64::from(verdicts.unicast().count());
-    counters.flooded += u64::from(verdicts.flood().count());
+fn further_units(batch: &Batch<'_>, flood: FrameSet, fan_out: usize) -> u32 {
+    if flood.is_empty() || fan_out < 2 {
+        return 0;
+    }
+    let units: u32 = flood.map(|index| units_of_copy(batch, index)).sum();
+    units.saturating_mul(u32::try_from(fan_out - 1).unwrap_or(u32::MAX))
+}
+
+/// True if a port can take frames now: others are left out of floods.
+#[inline]
+fn is_up(ports: &PortTable, id: &PortId) -> bool {
+    let port = ports.get(id.index());
+    port.is_some_and(|port| port.as_ref().is_some_and(|port| port.is_up()))
+}
+
+/// Counts what was decided on the frames of `now`.
+#[inline]
+fn count_verdicts(counters: &mut PortCounters, verdicts: &Verdicts, now: FrameSet, fan_out: usize) {
+    let count = |frames: FrameSet| u64::from(frames.intersection(now).count());
+    counters.unicast += count(verdicts.unicast());
+    if fan_out != 0 {
+        counters.flooded += count(verdicts.flood());
+    } else {
+        counters
+            .drops
+            .add(DropReason::NoDestination, count(verdicts.flood()));
+    }
     for (reason, frames) in verdicts.drops() {
-        counters.drops.add(reason, u64::from(frames.count()));
+        counters.drops.add(reason, count(frames));
     }
 }
 

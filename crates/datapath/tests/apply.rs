@@ -7,14 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{
-    BYTES, Bed, assert_port_identity, assert_worker_identities, attach, config, cross_connect,
-    plan, port_name, worker_name,
+    BYTES, Bed, alone, assert_port_identity, assert_worker_identities, attach, config,
+    cross_connect, events, plan, port_name, worker_name,
 };
 use pollux_datapath::{
-    Action, ApplyError, Budget, Burst, PacketBudget, Plan, PortCounters, PortPlan, QueueState,
-    RxQueue, Switch, WorkerPlan, diff,
+    Action, ApplyError, Budget, Burst, PORTS_MAX, PacketBudget, Plan, PortCounters, PortPlan,
+    Queue, QueueState, RxQueue, Switch, SwitchConfig, WorkerPlan, diff,
 };
 use pollux_packet::{BurstLimit, DropReason};
+use pollux_switch::{FdbConfig, FdbError, PortId};
 use pollux_testkit::{Device, EVERYBODY, GuestSpec, Random, Station, wait_until};
 
 /// Frames on their way from a station to its partner, and from each of the
@@ -301,6 +302,7 @@ fn bad_plans_are_refused_whole() {
     let plans = [
         bad(&|plan| plan.ports[0].name.clear()),
         bad(&|plan| plan.ports[0].name = "new".to_owned()),
+        bad(&|plan| plan.ports[1].name = "p\0".to_owned()),
         bad(&|plan| plan.ports[1].worker = Some("nobody".to_owned())),
         bad(&|plan| plan.workers.clear()),
         bad(&|plan| plan.workers[0].core = Some(nowhere)),
@@ -395,7 +397,7 @@ fn a_receive_ring_may_be_taken_away_under_traffic() {
             if turn % 2 == 0 {
                 std::thread::sleep(Duration::from_micros(50));
             }
-            assert!(port.start_tx(queue).is_none());
+            assert!(port.start_tx(queue).unwrap().is_none());
             std::thread::sleep(Duration::from_micros(50));
         }
     });
@@ -432,7 +434,7 @@ fn frames_wait_in_a_ring_that_is_stopped() {
                 // As after a reconnect: a new device half.
                 _ => Box::new(devices[usize::from(number)].resume().0),
             };
-            assert!(port.start_rx(queue).is_none());
+            assert!(port.start_rx(queue).unwrap().is_none());
         }
     });
     assert_pair_lost_nothing(&mut bed, &[]);
@@ -497,15 +499,7 @@ fn snapshots_of_many_ports_are_of_one_moment() {
 /// A queue with a bug.
 struct Panics;
 
-impl RxQueue for Panics {
-    fn receive(&mut self, _: BurstLimit) -> Burst<'_> {
-        panic!("a bug, for the test");
-    }
-
-    fn size(&self) -> u16 {
-        1
-    }
-
+impl Queue for Panics {
     fn is_broken(&self) -> bool {
         false
     }
@@ -515,33 +509,156 @@ impl RxQueue for Panics {
     }
 }
 
+impl RxQueue for Panics {
+    fn receive(&mut self, _: BurstLimit) -> Burst<'_> {
+        panic!("a bug, for the test");
+    }
+
+    fn size(&self) -> u16 {
+        1
+    }
+}
+
+/// The plan is in force but for a dead worker of that name.
+fn assert_died(switch: &Switch, planned: &Plan, name: &str) {
+    let applied = switch.apply(planned);
+    assert!(
+        matches!(&applied, Err(ApplyError::WorkerDied { worker }) if worker == name),
+        "{applied:?}"
+    );
+    assert_eq!(switch.plan(), *planned);
+}
+
 #[test]
 fn a_dead_worker_is_named_and_nobody_waits_for_it() {
-    let mut bed = Bed::new(3, 2);
+    // Ports 1 and 3 are on worker 1, the others on worker 0, which polls more.
+    let mut bed = Bed::new(5, 2);
+    events::begin();
     bed.teach();
-    let counted = bed.counters(1);
-    // Port 1 is on worker 1, ports 0 and 2 are on worker 0.
+    let counted = [1, 3].map(|station| bed.counters(station));
     let port = bed.switch.port("p1").unwrap();
-    drop(port.start_rx(Box::new(Panics)));
-    wait_until("the thread has ended", || {
-        !pollux_threads()
-            .iter()
-            .any(|name| name.trim() == "pollux-w1")
+    let sound = port.start_rx(Box::new(Panics)).unwrap().unwrap();
+    // Nobody has to ask.
+    wait_until("the end is reported", || {
+        !events::of_worker("w1").is_empty()
     });
+    wait_until("the thread has ended", || {
+        !pollux_threads().contains(&"pollux-w1\n".to_owned())
+    });
+    for (port, worker) in [("p0", Some("w0")), ("p1", None), ("p3", None)] {
+        assert_eq!(bed.switch.worker_of_port(port).as_deref(), worker);
+    }
+
+    // All but the dead worker's part is done, and goes on being done.
     let mut planned = bed.switch.plan();
-    planned.ports.push(PortPlan::new("p3"));
-    let error = bed.switch.apply(&planned).unwrap_err();
-    assert!(
-        matches!(&error, ApplyError::WorkerDied { worker } if worker == "w1"),
-        "{error:?}"
-    );
-    assert_eq!(bed.counters(1), counted, "what it had counted is kept");
-    drop(port.stop_rx());
+    planned.ports.push(PortPlan::new("p5"));
+    assert_died(&bed.switch, &planned, "w1");
+    assert_died(&bed.switch, &planned, "w1");
+    planned.ports[0].budget.packets = PacketBudget::Units(9);
+    assert_died(&bed.switch, &planned, "w1");
+    assert_eq!(bed.switch.worker_of_port("p5").as_deref(), Some("w0"));
+    let mut late = Station::new(5, GuestSpec::default());
+    attach(&bed.switch, 5, &Device::of(&late.guest));
+    assert!(late.send(0, BYTES));
+    late.publish();
+    wait_until("the new port is polled", || {
+        bed.poll();
+        bed.stations[0].flow(5, 0).received == 1
+    });
     bed.send(0, 2, 10);
     assert_eq!(bed.stations[2].flow(0, 2).received, 10);
+    assert_eq!([1, 3].map(|station| bed.counters(station)), counted);
+
+    // A plan without it gives its queues to the other.
+    drop(port.start_rx(sound).unwrap());
+    let mut without = planned.clone();
+    without.workers.pop();
+    for index in [1, 3] {
+        without.ports[index].worker = None;
+    }
+    bed.switch.apply(&without).unwrap();
+    assert_eq!(bed.switch.plan(), without);
+    assert_eq!([1, 3].map(|station| bed.counters(station)), counted);
+    for station in [1, 3] {
+        let worker = bed.switch.worker_of_port(&port_name(station));
+        assert_eq!(worker.as_deref(), Some("w0"));
+        bed.send(station, 0, 10);
+    }
+
+    // And the next one may have a worker of that name.
+    bed.switch.apply(&planned).unwrap();
+    assert_eq!(bed.switch.worker_of_port("p1").as_deref(), Some("w1"));
+    bed.send(1, 0, 10);
+    assert_eq!(events::of_worker("w1").len(), 1);
     let switch = bed.switch;
     drop(switch);
     assert_eq!(pollux_threads(), Vec::<String>::new());
+}
+
+#[test]
+fn a_worker_that_dies_before_its_first_turn_is_named() {
+    let _alone = alone();
+    let switch = Switch::new(SwitchConfig {
+        thread_start: Some(|| panic!("a bug, for the test")),
+        ..config()
+    });
+    let switch = switch.unwrap();
+    let planned = plan(2, 2);
+    assert_died(&switch, &planned, "w0");
+    assert_eq!(switch.worker_of_port("p0"), None);
+    // With no worker left that could take them.
+    assert_died(&switch, &plan(1, 1), "w0");
+    switch.apply(&Plan::default()).unwrap();
+    assert_eq!(switch.plan(), Plan::default());
+}
+
+/// Workers index their tables by the numbers that they find in the FDB.
+#[test]
+fn no_address_can_be_on_a_port_beyond_the_tables() {
+    let _alone = alone();
+    let switch = Switch::new(SwitchConfig {
+        fdb: FdbConfig {
+            max_ports: u16::MAX,
+            ..config().fdb
+        },
+        ..config()
+    });
+    let beyond = PortId(PORTS_MAX);
+    assert_eq!(
+        switch.unwrap().fdb().open_port(beyond),
+        Err(FdbError::PortOutOfRange(beyond))
+    );
+}
+
+#[test]
+fn a_handle_that_outlives_its_port_starts_nothing() {
+    let mut bed = Bed::new(3, 1);
+    bed.teach();
+    let full = bed.switch.plan();
+    let mut less = full.clone();
+    less.ports.pop();
+    let removed = bed.switch.port("p2").unwrap();
+    bed.switch.apply(&less).unwrap();
+    let (tx, rx) = Device::of(&bed.stations[2].guest).resume();
+    let rx = removed.start_tx(Box::new(rx)).err().unwrap();
+    let tx = removed.start_rx(Box::new(tx)).err().unwrap();
+    assert_eq!(&*tx.port, "p2");
+    assert!(rx.to_string().contains("\"p2\": it was removed"), "{rx}");
+    assert!(removed.stop_rx().is_none() && removed.stop_tx().is_none());
+    for state in [removed.rx_state(), removed.tx_state()] {
+        assert_eq!(state, QueueState::Removed);
+    }
+
+    // Also when there is a port of that name again, which takes them.
+    bed.switch.apply(&full).unwrap();
+    let port = bed.switch.port("p2").unwrap();
+    let rx = removed.start_tx(rx.queue).err().unwrap();
+    assert!(port.start_tx(rx.queue).unwrap().is_none());
+    assert!(port.start_rx(tx.queue).unwrap().is_none());
+    assert_eq!(port.tx_state(), QueueState::Running);
+    bed.attach(2);
+    bed.send(0, 2, 3);
+    assert_eq!(bed.stations[2].flow(0, 2).received, 3);
 }
 
 /// Names of this process's threads that begin with "pollux-".
@@ -569,7 +686,7 @@ fn dropping_a_switch_ends_its_threads_and_gives_everything_back() {
     } = bed;
     drop(switch);
     assert_eq!(pollux_threads(), Vec::<String>::new());
-    assert_eq!(port.rx_state(), QueueState::Stopped);
+    assert_eq!(port.rx_state(), QueueState::Removed);
     assert_eq!(Arc::strong_count(&port), 1);
     let fresh = Station::new(9, GuestSpec::default());
     for station in &stations {

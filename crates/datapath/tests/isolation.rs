@@ -3,12 +3,11 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{BYTES, Bed, attach, config, key, plan, port_name};
+use common::{BYTES, Bed, attach, config, events, key, plan, port_name};
 use pollux_datapath::{PacketBudget, Plan, QueueState, SwitchConfig};
 use pollux_packet::DropReason;
 use pollux_switch::FdbConfig;
@@ -22,82 +21,12 @@ use pollux_virtio::driver::{ChainShape, NetConfig};
 const BAD: u16 = 2;
 const BAD_PORT: &str = "p2";
 
-/// Warnings of the housekeeping thread by port, queue and fault.
-mod warnings {
-    use super::*;
-    use tracing::field::{Field, Visit};
-    use tracing::{Event, Metadata, Subscriber, span};
-
-    type Warning = BTreeMap<&'static str, String>;
-    static WARNINGS: Mutex<Vec<Warning>> = Mutex::new(Vec::new());
-
-    struct Recorder;
-
-    #[derive(Default)]
-    struct Fields(Warning);
-
-    impl Visit for Fields {
-        fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-            self.0.insert(field.name(), format!("{value:?}"));
-        }
-
-        fn record_str(&mut self, field: &Field, value: &str) {
-            self.0.insert(field.name(), value.to_owned());
-        }
-    }
-
-    impl Subscriber for Recorder {
-        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-            *metadata.level() == tracing::Level::WARN
-        }
-
-        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-            span::Id::from_u64(1)
-        }
-
-        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-        fn event(&self, event: &Event<'_>) {
-            let mut fields = Fields::default();
-            event.record(&mut fields);
-            let mut warnings = WARNINGS.lock().unwrap_or_else(PoisonError::into_inner);
-            warnings.push(fields.0);
-        }
-
-        fn enter(&self, _: &span::Id) {}
-
-        fn exit(&self, _: &span::Id) {}
-    }
-
-    /// Starts to record, once for this process, and forgets.
-    pub(super) fn begin() {
-        static ONCE: Once = Once::new();
-        ONCE.call_once(|| {
-            tracing::subscriber::set_global_default(Recorder).expect("nobody else records");
-        });
-        WARNINGS
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
-    }
-
-    /// Faults that were reported for a queue ("rx" or "tx") of the bad port.
-    pub(super) fn of(queue: &str) -> Vec<String> {
-        let warnings = WARNINGS.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_it = |warning: &&Warning| warning["port"] == BAD_PORT && warning["queue"] == queue;
-        let of_queue = warnings.iter().filter(is_it);
-        of_queue.map(|warning| warning["fault"].clone()).collect()
-    }
-}
-
 /// Stations 0 and 1 and the bad one, on one worker.
 fn bed(spec: GuestSpec) -> Bed {
     let default = GuestSpec::default();
     let mut bed = Bed::with(config(), &plan(3, 1), &[default, default, spec]);
     // Not before: the test before this one may have been running.
-    warnings::begin();
+    events::begin();
     bed.teach();
     bed
 }
@@ -106,7 +35,9 @@ fn bed(spec: GuestSpec) -> Bed {
 /// periods of housekeeping: they must not be reported again.
 fn exchange_until_reported(bed: &mut Bed, queues: &[&str]) {
     bed.exchange_while(&[BAD], |_| {
-        queues.iter().any(|queue| warnings::of(queue).is_empty())
+        queues
+            .iter()
+            .any(|queue| events::faults(BAD_PORT, queue).is_empty())
     });
     let end = Instant::now() + Duration::from_millis(60);
     bed.exchange_while(&[BAD], |_| Instant::now() < end);
@@ -118,7 +49,7 @@ fn assert_broken(queue: &str, state: &QueueState, reason: &str) {
         matches!(state, QueueState::Broken(fault) if fault.contains(reason)),
         "{queue}: {state:?}"
     );
-    let reported = warnings::of(queue);
+    let reported = events::faults(BAD_PORT, queue);
     assert!(
         matches!(&reported[..], [fault] if fault.contains(reason)),
         "{queue}: {reported:?}"
@@ -145,7 +76,7 @@ fn truncate(cut: impl Fn(&NetConfig, &NetConfig) -> u64) {
     let at = cut(&guest.tx_config(), &guest.rx_config()) - GUEST_BASE;
     let file: File = guest.file.try_clone().unwrap().into();
     file.set_len(at).unwrap();
-    bad.start_rx(queue);
+    bad.start_rx(queue).unwrap();
 
     let is_broken = |state| matches!(state, QueueState::Broken(_));
     bed.exchange_while(&[BAD], |bed| {
@@ -487,7 +418,7 @@ fn a_wild_tx_index_breaks_that_queue_alone() {
     exchange_until_reported(&mut bed, &["rx"]);
     assert_broken("rx", &bad.rx_state(), "avail.idx moved");
     assert_eq!(bad.tx_state(), QueueState::Running);
-    assert_eq!(warnings::of("tx").len(), 0);
+    assert_eq!(events::faults(BAD_PORT, "tx").len(), 0);
 
     // It can still receive, and be repaired.
     bed.send_to_bad(10);
@@ -504,9 +435,9 @@ fn a_wild_tx_index_breaks_that_queue_alone() {
     // Broken again, it is reported again.
     let position = Flood::new(bed.station(BAD), vec![0]).ring.position();
     flood.ring.set_avail_idx(position.wrapping_sub(1));
-    bed.exchange_while(&[BAD], |_| warnings::of("rx").len() < 2);
+    bed.exchange_while(&[BAD], |_| events::faults(BAD_PORT, "rx").len() < 2);
     exchange_until_reported(&mut bed, &["rx"]);
-    assert_eq!(warnings::of("rx").len(), 2);
+    assert_eq!(events::faults(BAD_PORT, "rx").len(), 2);
 }
 
 #[test]
@@ -538,7 +469,7 @@ fn a_wild_rx_index_breaks_that_queue_alone() {
     exchange_until_reported(&mut bed, &["tx"]);
     assert_broken("tx", &bad.tx_state(), "avail.idx moved");
     assert_eq!(bad.rx_state(), QueueState::Running);
-    assert_eq!(warnings::of("rx").len(), 0);
+    assert_eq!(events::faults(BAD_PORT, "rx").len(), 0);
     let down = bed.drops(BAD, DropReason::PortDown);
     assert!(down > 0);
 

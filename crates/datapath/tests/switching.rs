@@ -3,11 +3,11 @@
 
 mod common;
 
-use common::{BYTES, Bed, config, cross_connect, key, plan, port_name};
+use common::{BYTES, Bed, attach, config, cross_connect, key, plan, port_name};
 use pollux_datapath::{PlannedMode, QueueState, SwitchConfig};
 use pollux_packet::DropReason;
 use pollux_switch::{FdbConfig, MacVlan};
-use pollux_testkit::{EVERYBODY, GuestSpec, Random, mac_of, plain_frame, skip, wait_until};
+use pollux_testkit::{Device, EVERYBODY, GuestSpec, Random, mac_of, plain_frame, skip, wait_until};
 use pollux_virtio::Features;
 use pollux_virtio::driver::ChainShape;
 
@@ -136,16 +136,71 @@ fn a_port_alone_has_no_destination() {
 }
 
 #[test]
-fn a_port_without_a_queue_is_down() {
+fn a_port_without_a_queue_is_down_and_left_out_of_floods() {
     let mut bed = Bed::new(3, 1);
     bed.teach();
-    let stopped = bed.switch.port("p1").unwrap().stop_tx();
-    assert!(stopped.is_some());
+    let port = bed.switch.port("p1").unwrap();
+    let stopped = port.stop_tx().unwrap();
+    let before = bed.counters(0);
+    // In one batch.
+    for _ in 0..4 {
+        assert!(bed.station(0).send(1, BYTES));
+        assert!(bed.station(0).send(EVERYBODY, BYTES));
+    }
+    bed.station(0).publish();
+    bed.settle();
+    assert_eq!(bed.drops(1, DropReason::PortDown), 4, "of unicast alone");
+    let counted = bed.counters(0).since(&before);
+    assert_eq!((counted.unicast, counted.flooded), (4, 4));
+    assert_eq!(counted.copies, 8, "not one for the port that is down");
+    assert_eq!(received(&bed, 0, EVERYBODY), [0, 1, 5]);
+    // It can still send.
+    bed.send(1, 0, 2);
+    assert_eq!(received(&bed, 1, 0), [2, 0, 0]);
+
+    // With no other port up a flooded frame is dropped, and that has a name.
+    let other = bed.switch.port("p2").unwrap().stop_tx();
+    assert!(other.is_some());
+    bed.send(0, EVERYBODY, 3);
+    let counted = bed.counters(0).since(&before);
+    assert_eq!((counted.flooded, counted.copies), (4, 8));
+    assert_eq!(bed.drops(0, DropReason::NoDestination), 3);
+    assert_eq!(bed.counters(2).tx_drops(), 0);
+
+    assert!(port.start_tx(stopped).unwrap().is_none());
+    bed.send(0, EVERYBODY, 2);
+    assert_eq!(received(&bed, 0, EVERYBODY), [0, 3, 5]);
+}
+
+#[test]
+fn addresses_of_a_guest_that_went_away_are_forgotten() {
+    let mut bed = Bed::new(3, 2);
+    bed.teach();
+    let port = bed.switch.port("p1").unwrap();
+    bed.switch
+        .fdb()
+        .add_static(key(7), port.identity())
+        .unwrap();
+    let known = |bed: &Bed| [0, 1, 2, 7].map(|s| bed.switch.fdb().lookup(key(s)).is_some());
+    let _rx = port.stop_rx().unwrap();
+    assert_eq!(known(&bed), [true; 4], "it still receives");
+    let _tx = port.stop_tx().unwrap();
+    assert_eq!(known(&bed), [true, false, true, true]);
     bed.send(0, 1, 4);
-    assert_eq!(bed.drops(1, DropReason::PortDown), 4);
-    bed.send(0, EVERYBODY, 1);
-    assert_eq!(bed.drops(1, DropReason::PortDown), 5);
-    assert_eq!(bed.stations[2].flow(0, EVERYBODY).received, 2);
+    assert_eq!(received(&bed, 0, 1), [0, 0, 4], "it may be there now");
+    assert_eq!(bed.drops(1, DropReason::PortDown), 0);
+    let generation = bed.switch.fdb().generation();
+    assert!(port.stop_rx().is_none() && port.stop_tx().is_none());
+    assert_eq!(bed.switch.fdb().generation(), generation, "nothing changed");
+
+    // In the other order.
+    let device = Device::of(&bed.station(1).guest);
+    attach(&bed.switch, 1, &device);
+    bed.send(1, 0, 1);
+    let _tx = port.stop_tx().unwrap();
+    assert_eq!(known(&bed), [true; 4], "it still sends");
+    let _rx = port.stop_rx().unwrap();
+    assert_eq!(known(&bed), [true, false, true, true]);
 }
 
 #[test]
@@ -298,7 +353,7 @@ fn a_new_port_inherits_nothing_from_the_number_before() {
     assert!(bed.switch.port("p2").is_none());
     // Who still holds the port does not hold its queues.
     for state in [removed.rx_state(), removed.tx_state()] {
-        assert_eq!(state, QueueState::Stopped);
+        assert_eq!(state, QueueState::Removed);
     }
     assert!(bed.switch.port_counters("p2").is_none());
     for address in [2, 7] {

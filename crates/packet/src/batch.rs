@@ -186,6 +186,21 @@ impl<'q> Batch<'q> {
         self.bytes
     }
 
+    /// Bytes of the first `count` frames.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[inline]
+    #[must_use]
+    pub fn bytes_of_first(&self, count: usize) -> u64 {
+        if count == self.frames_len {
+            return self.bytes;
+        }
+        (0..count)
+            .map(|index| u64::from(self.frame_bytes(index)))
+            .sum()
+    }
+
     /// Every frame.
     #[inline]
     #[must_use]

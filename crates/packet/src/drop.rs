@@ -67,7 +67,7 @@ drop_reasons! {
         "the destination was learned on the port that sent the frame";
     /// No port could take the frame.
     NoDestination = "no-destination", Rx,
-        "no other port exists, or a cross-connect has no peer";
+        "no other port is up, or a cross-connect has no peer";
     /// The destination has no running ring.
     PortDown = "port-down", Tx,
         "the destination port has no running receive ring";

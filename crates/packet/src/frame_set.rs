@@ -62,6 +62,13 @@ impl FrameSet {
         Self(self.0 | other.0)
     }
 
+    /// Frames of both sets.
+    #[inline]
+    #[must_use]
+    pub const fn intersection(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     /// Number of frames.
     #[inline]
     #[must_use]

@@ -41,7 +41,15 @@ pub const CAPACITY_MAX: usize = 1 << 24;
 pub const AGEING_SECONDS_MAX: u16 = 32_000;
 /// How often a key may change ports within one second. A loop or a guest that
 /// takes another's address cannot move it with every frame (B-71).
-pub const MOVES_PER_TICK_MAX: u8 = Value::MOVES_MAX;
+///
+/// It is even: of two ports that take a key from each other, the one that had
+/// it when the second began moves it back last and keeps it for the rest of the
+/// second. With an odd number the other one would, however rarely it sends.
+pub const MOVES_PER_TICK_MAX: u8 = 2;
+const _: () = {
+    assert!(MOVES_PER_TICK_MAX & 1 == 0);
+    assert!(MOVES_PER_TICK_MAX <= Value::MOVES_MAX);
+};
 
 /// Both places of a key are in one shard, so there must be enough of them.
 const SHARD_BUCKETS_MIN: usize = 64;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use pollux_packet::{BATCH_MAX, DropReason, FrameSet};
 
-use crate::key::Header;
+use crate::key::{HEADER_BYTES, Header};
 use crate::verdict::{Decision, Verdicts, without};
-use crate::{Fdb, HEADER_BYTES, LearnOutcome, MacVlan, PortId, PortRef};
+use crate::{Fdb, LearnOutcome, MacVlan, PortId, PortRef};
 
 /// How destinations are found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,8 +144,8 @@ impl Forwarding {
         &self.fdb
     }
 
-    /// The ports that exist, ascending, each once: the `members` of
-    /// [`Verdicts::for_each_egress`].
+    /// The ports that exist, ascending, each once. Those of them that are up are
+    /// the `members` of [`Verdicts::for_each_egress`].
     #[inline]
     #[must_use]
     pub fn members(&self) -> &[PortId] {

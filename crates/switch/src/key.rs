@@ -2,9 +2,11 @@
 
 use core::fmt;
 
-/// Bytes of an untagged Ethernet header; shorter frames are runts (B-30:
-/// CVE-2024-41090 and 41091 are what happens to others who read past them).
-pub const HEADER_BYTES: usize = 14;
+use pollux_packet::ETHERNET_HEADER_BYTES;
+
+/// Packet's number, as a length. Shorter frames are runts (B-30: CVE-2024-41090
+/// and 41091 are what happens to others who read past them).
+pub(crate) const HEADER_BYTES: usize = ETHERNET_HEADER_BYTES as usize;
 
 const MAC_MASK: u64 = 0xffff_ffff_ffff;
 const VLAN_SHIFT: u32 = 48;
@@ -109,7 +111,7 @@ pub struct FrameKeys {
 
 impl FrameKeys {
     /// Reads the keys from the first bytes of a frame; `None` below
-    /// [`HEADER_BYTES`].
+    /// [`ETHERNET_HEADER_BYTES`].
     ///
     /// The outermost tag counts, 802.1Q or 802.1ad. VLAN id 0 (a priority tag)
     /// is untagged, and so is a tag with less than 18 bytes of head: there is

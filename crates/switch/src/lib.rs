@@ -22,6 +22,6 @@ pub use fdb::{
     MOVES_PER_TICK_MAX,
 };
 pub use forward::{Forwarding, ForwardingConfig, ForwardingError, Memo, Mode};
-pub use key::{FrameKeys, HEADER_BYTES, MacVlan};
+pub use key::{FrameKeys, MacVlan};
 pub use port::{PortId, PortRef};
 pub use verdict::{Group, Verdicts};

@@ -132,20 +132,24 @@ impl Verdicts {
 
     /// Calls `deliver` once for each destination port with all of its frames:
     /// its unicast group and, if it is one of `members`, the flooded frames.
+    /// Returns how many ports got the flooded frames: 0 means that nobody did.
     ///
     /// Flooded frames never go back to `source`. `members` must not name a
-    /// port twice. Without flooded frames the order is that of
-    /// [`groups`](Self::groups); with them, members come first, in their order.
+    /// port twice; without flooded frames nobody asks for them, and the order
+    /// is that of [`groups`](Self::groups); with them, members come first, in
+    /// their order.
     #[inline]
-    pub fn for_each_egress(
+    pub fn for_each_egress<'m>(
         &self,
         source: PortId,
-        members: &[PortId],
+        members: impl IntoIterator<Item = &'m PortId>,
         mut deliver: impl FnMut(PortId, FrameSet),
-    ) {
+    ) -> u32 {
         let mut done = FrameSet::EMPTY;
+        let mut fan_out = 0;
         if !self.flood.is_empty() {
-            for &port in members.iter().filter(|&&port| port != source) {
+            for &port in members.into_iter().filter(|&&port| port != source) {
+                fan_out += 1;
                 match self.slot(port) {
                     Some(slot) => {
                         done.insert(slot);
@@ -160,6 +164,7 @@ impl Verdicts {
                 deliver(group.port, group.frames);
             }
         }
+        fan_out
     }
 
     /// Starts a batch of `frames_len` frames.
@@ -235,12 +240,22 @@ mod tests {
         verdicts.add(Decision::Flood, set(0b10001));
         let mut egress = Vec::new();
         let members = [PortId(1), PortId(2), PortId(3)];
-        verdicts.for_each_egress(PortId(1), &members, |port, frames| {
+        let fan_out = verdicts.for_each_egress(PortId(1), &members, |port, frames| {
             egress.push((port.0, frames.bits()));
         });
         // Port 7 is no member: it gets its unicast frames only.
         assert_eq!(egress, [(2, 0b10001), (3, 0b10101), (7, 0b01010)]);
+        assert_eq!(fan_out, 2);
         assert_eq!(verdicts.unicast().bits(), 0b01110);
+
+        // Port 3 is left out of the flood, not of what is for it alone.
+        egress.clear();
+        let members = members.iter().filter(|&&port| port == PortId(1));
+        let fan_out = verdicts.for_each_egress(PortId(1), members, |port, frames| {
+            egress.push((port.0, frames.bits()));
+        });
+        assert_eq!(egress, [(7, 0b01010), (3, 0b00100)]);
+        assert_eq!(fan_out, 0);
     }
 
     #[test]

@@ -274,14 +274,32 @@ fn b71_a_loop_does_not_flood_moves() {
     }
     assert_eq!(fdb.stats().moved, u64::from(MOVES_PER_TICK_MAX));
     assert_eq!(fdb.generation() - generation, u32::from(MOVES_PER_TICK_MAX));
-    assert_eq!(fdb.port_moves(PortId(1)), 2);
+    assert_eq!(fdb.port_moves(PortId(1)), 1);
     assert_eq!(fdb.port_moves(PortId(0)), 1);
     assert!(fdb.stats().moves_held > 900);
-    // A second later it may move again: it is where it was seen last.
+    // A second later it may move again: it is where it was before the loop.
     assert_eq!(
-        fdb.learn(key(1), a, 1),
-        LearnOutcome::Moved { from: PortId(1) }
+        fdb.learn(key(1), b, 1),
+        LearnOutcome::Moved { from: PortId(0) }
     );
+    assert_counts(&fdb);
+}
+
+/// Who had the address when the second began keeps it, if it sends at all.
+#[test]
+fn b71_a_hijacker_does_not_keep_an_address() {
+    let (fdb, [victim, attacker, ..]) = table(FdbConfig::default());
+    let moved = |from| LearnOutcome::Moved { from: PortId(from) };
+    fdb.learn(key(1), victim, 0);
+    for tick in 0..3 {
+        assert_eq!(fdb.learn(key(1), attacker, tick), moved(0));
+        assert_eq!(fdb.learn(key(1), victim, tick), moved(1));
+        for _ in 0..10 {
+            assert_eq!(fdb.learn(key(1), attacker, tick), LearnOutcome::MoveHeld);
+            assert_eq!(fdb.lookup(key(1)), Some(PortId(0)));
+            assert_eq!(fdb.learn(key(1), victim, tick), LearnOutcome::Known);
+        }
+    }
     assert_counts(&fdb);
 }
 

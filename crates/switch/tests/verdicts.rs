@@ -385,7 +385,7 @@ proptest! {
                     prop_assert_eq!(bench.verdicts.dropped().bits(), same);
                 }
                 Step::Learn(number, port) => {
-                    // Moves are held back after three in a tick.
+                    // Moves are held back after two in a tick.
                     bench.tick += 1;
                     bench.learn(key(number), port);
                     model.insert(number, port);

@@ -217,23 +217,28 @@ impl GuestMemory {
         Some(Self::span_of(row, offset, len))
     }
 
-    /// The region that holds all `len` bytes at `guest_addr`, if one does, for
-    /// [`span_in`](Self::span_in). `near` is looked at first.
+    /// `len` bytes at `guest_addr` and the region that holds them all, if one
+    /// does, for [`span_in`](Self::span_in). `near` is looked at first.
     #[inline]
-    pub(crate) fn locate(&self, near: Place, guest_addr: u64, len: u32) -> Option<Place> {
-        if self.span_in(near, guest_addr, len).is_some() {
-            return Some(near);
+    pub(crate) fn locate(
+        &self,
+        near: Place,
+        guest_addr: u64,
+        len: u32,
+    ) -> Option<(Place, SpanMut<'_>)> {
+        match self.span_in(near, guest_addr, len) {
+            Some(span) => Some((near, span)),
+            None => self.locate_far(guest_addr, len),
         }
-        self.locate_far(guest_addr, len)
     }
 
     #[cold]
-    fn locate_far(&self, guest_addr: u64, len: u32) -> Option<Place> {
+    fn locate_far(&self, guest_addr: u64, len: u32) -> Option<(Place, SpanMut<'_>)> {
         let above = self
             .rows
             .partition_point(|row| row.guest_addr <= guest_addr);
         let place = Place(u32::try_from(above.checked_sub(1)?).ok()?);
-        self.span_in(place, guest_addr, len).map(|_| place)
+        Some((place, self.span_in(place, guest_addr, len)?))
     }
 
     /// `len` bytes at `guest_addr` if region `place` holds them all; never for

@@ -88,13 +88,6 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    pub(crate) const ZERO: Self = Self {
-        addr: 0,
-        len: 0,
-        flags: DescFlags(0),
-        next: 0,
-    };
-
     /// From the two little-endian words of the table.
     #[inline]
     pub(crate) fn from_words(addr: u64, rest: u64) -> Self {

@@ -12,7 +12,7 @@ use pollux_packet::{DropReason, FrameSet};
 use pollux_testkit::{Guest, GuestSpec, RawDesc, RawRing};
 use pollux_virtio::device::{BurstLimit, RingConfig, RingFault, RxRing, TxRing};
 use pollux_virtio::driver::ChainShape;
-use pollux_virtio::{ChainError, GuestMemory, Region, RegionPlace, RingAreas, RingError};
+use pollux_virtio::{ChainError, Features, GuestMemory, Region, RegionPlace, RingAreas, RingError};
 
 const PAGE: u64 = 4096;
 
@@ -235,7 +235,7 @@ fn memory_cut_before_a_burst_is_received() {
         let mut device = world.device_tx;
         let burst = device.receive(limit);
         assert_eq!(burst.batch.len(), 1);
-        burst.returns.finish(1);
+        burst.finish(1);
         truncate(&world.guest);
         assert_eq!(poll(&mut device).chains, 0);
         assert_eq!(device.fault(), Some(RingFault::MemoryTruncated));
@@ -270,7 +270,7 @@ fn memory_cut_between_receive_and_finish() {
         // The honest guest gets what there is: heads, and zeros or old bytes.
         let report = honest_rx.transmit(&burst.batch, FrameSet::first(3));
         assert_eq!((report.frames, report.bytes), (3, 15_000));
-        burst.returns.finish(3);
+        burst.finish(3);
         assert_eq!(world.device_tx.fault(), Some(RingFault::MemoryTruncated));
         assert_eq!(world.device_tx.base(), base, "nothing was given back");
         let mut index = 0;
@@ -363,4 +363,67 @@ fn a_ring_in_memory_that_was_cut_before_it_started() {
         .expect("room");
     honest.tx.publish();
     assert_eq!(poll(&mut tx).frames, [frame(1, 60)]);
+}
+
+/// Chains that fill the store of pieces to the last place, then a frame in one
+/// buffer: it waits for the next burst (it once ended the worker).
+#[test]
+fn a_frame_behind_an_exactly_full_store_comes_with_the_next_burst() {
+    let mut guest = Guest::new(GuestSpec {
+        ring_size: 256,
+        table_len: 256,
+        ..GuestSpec::default()
+    });
+    let (mut device_tx, _) = guest.device();
+    let cuts = [2; 255];
+    // 2 x 256 + 64 pieces and one for the region: 577 places.
+    for pieces in [256, 256, 65] {
+        let shape = ChainShape {
+            cuts: &cuts[..pieces - 1],
+            indirect: true,
+        };
+        let frame = vec![1; 2 * pieces - 12];
+        guest.tx.send(&frame, shape).expect("room");
+    }
+    guest.tx.send(&[2; 100], ChainShape::JOINED).expect("room");
+    guest.tx.publish();
+    for frames in [3, 1] {
+        let burst = device_tx.receive(BurstLimit::MAX);
+        assert_eq!(burst.batch.len(), frames);
+        burst.finish(frames);
+    }
+    assert_eq!(guest.tx.reclaim(), Ok(4));
+}
+
+/// A receive chain of many empty buffers that no frame fits: it is walked once,
+/// not for each frame of each burst.
+#[test]
+fn a_long_chain_that_is_too_small_is_walked_once() {
+    let features = Features {
+        version_1: true,
+        ..Features::default()
+    };
+    let mut guest = Guest::new(GuestSpec {
+        ring_size: 1024,
+        features,
+        buffer_bytes: 4096,
+        ..GuestSpec::default()
+    });
+    let (_, mut device_rx) = guest.device();
+    let mut cuts = vec![0; 1000];
+    cuts[0] = 12;
+    let shape = ChainShape {
+        cuts: &cuts,
+        indirect: false,
+    };
+    guest.rx.post(12, shape).expect("room");
+    guest.rx.publish();
+    let frames = vec![frame(1, 60); 64];
+    let report = transmit(&mut device_rx, &frames);
+    assert_eq!(report.drops.get(DropReason::RxBufferTooSmall), 64);
+    assert!((900..1100).contains(&report.units), "{}", report.units);
+    for _ in 0..10 {
+        let report = transmit(&mut device_rx, &frames);
+        assert_eq!((report.dropped, report.units), (64, 0));
+    }
 }

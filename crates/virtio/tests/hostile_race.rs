@@ -297,7 +297,7 @@ fn lie_for(time: Duration, seed: u64, features: Features) {
                 ..BurstLimit::MAX
             };
             let burst = liar_tx.receive(limit);
-            let (chains, units) = (burst.returns.chains(), burst.returns.units());
+            let (chains, units) = (burst.returns().chains(), burst.returns().units());
             assert!(units >= chains && chains <= 64);
             // The last chain may go over it, by a walk that the ring bounds.
             assert!(units <= 200 + u32::from(SIZE) + 1, "{units} units");
@@ -315,14 +315,12 @@ fn lie_for(time: Duration, seed: u64, features: Features) {
             let delivered = report.frames;
             let report = liar_rx.transmit(&burst.batch, FrameSet::first(count));
             assert_eq!((report.frames + report.dropped) as usize, count);
-            burst
-                .returns
-                .finish(count - usize::try_from(round % 2).expect("0 or 1").min(count));
+            burst.finish(count - usize::try_from(round % 2).expect("0 or 1").min(count));
             let burst = honest_tx.receive(BurstLimit::MAX);
             assert_eq!(burst.batch.len(), 4, "the honest ring is not disturbed");
             let report = liar_rx.transmit(&burst.batch, FrameSet::first(4));
             assert_eq!(report.frames + report.dropped, 4);
-            burst.returns.finish(4);
+            burst.finish(4);
             assert!(begun.elapsed() < Duration::from_secs(2), "a burst ends");
 
             assert_eq!(honest.tx.reclaim(), Ok(4));
@@ -401,8 +399,8 @@ fn b06_a_net_header_that_flips() {
                 assert_eq!(offload.to_header(0), [0; NET_HEADER_BYTES]);
             }
             passed += burst.batch.len();
-            dropped += burst.returns.drops().count();
-            burst.returns.finish(64);
+            dropped += burst.returns().drops().count();
+            burst.finish(64);
         }
     });
     println!("{passed} passed, {dropped} dropped");
@@ -448,7 +446,7 @@ fn b17_b58_no_call_and_no_kick_is_missed() {
                 while !stop.load(Ordering::Relaxed) {
                     let burst = device.receive(BurstLimit::MAX);
                     let count = burst.batch.len();
-                    burst.returns.finish(count);
+                    burst.finish(count);
                     if count > 0 {
                         continue;
                     }
@@ -523,7 +521,7 @@ fn arm_at_any_moment(features: Features, driver_arms: bool, time: Duration) {
             while !stop.load(Ordering::Relaxed) {
                 let burst = device.receive(BurstLimit::MAX);
                 let count = burst.batch.len();
-                burst.returns.finish(count);
+                burst.finish(count);
                 if count == 0 && !driver_arms {
                     pause(random.below(60));
                     if !device.request_kick() {

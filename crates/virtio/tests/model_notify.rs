@@ -47,7 +47,7 @@ fn a_burst_ends_at_its_limits_and_takes_at_least_one_chain() {
         let burst = device.receive(limit);
         assert_eq!(burst.batch.len(), wanted, "{limit:?}");
         // Nothing is taken: the next look sees the same.
-        burst.returns.chains()
+        burst.returns().chains()
     };
     let max = BurstLimit::MAX;
     for frames in [1, 2, 63, 64] {
@@ -111,16 +111,13 @@ fn a_burst_finished_in_part_leaves_the_rest_and_counts_drops_once() {
         let taken = 6 - kept;
         let burst = device.receive(BurstLimit::MAX);
         assert_eq!(burst.batch.len(), 6);
-        assert_eq!(burst.returns.drops().count(), 7);
-        burst.returns.finish(taken);
+        assert_eq!(burst.returns().drops().count(), 7);
+        let returns = burst.finish(taken);
         let runts = u32::try_from(taken + 1).expect("small");
         let all = kept == 0;
         let chains = if all { 13 } else { 2 * runts - 1 };
-        assert_eq!(burst.returns.chains(), chains);
-        assert_eq!(
-            burst.returns.drops().count(),
-            if all { 7 } else { taken + 1 }
-        );
+        assert_eq!(returns.chains(), chains);
+        assert_eq!(returns.drops().count(), if all { 7 } else { taken + 1 });
         assert_eq!(guest.tx.reclaim(), Ok(chains));
         let expected_base = 65_533_u16.wrapping_add(u16::try_from(chains).expect("small"));
         assert_eq!(device.base(), expected_base);
@@ -286,7 +283,7 @@ fn work_that_is_left_over_is_seen_before_sleeping() {
         }
         guest.tx.publish();
         let burst = device.receive(BurstLimit::MAX);
-        burst.returns.finish(1);
+        burst.finish(1);
         assert!(device.request_kick(), "two are left");
         let limit = BurstLimit {
             frames: 1,
@@ -294,7 +291,7 @@ fn work_that_is_left_over_is_seen_before_sleeping() {
         };
         let burst = device.receive(limit);
         assert_eq!(gather(&burst.batch.frame(0)), frame(1, 60));
-        burst.returns.finish(1);
+        burst.finish(1);
         assert!(device.request_kick(), "one is left");
         assert_eq!(poll(&mut device).frames, [frame(2, 60)]);
         assert!(!device.request_kick());

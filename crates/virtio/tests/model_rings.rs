@@ -61,11 +61,11 @@ impl Link {
     fn switch(&mut self, limit: BurstLimit) -> usize {
         let burst = self.a_tx.receive(limit);
         let count = burst.batch.len();
-        assert_eq!(burst.returns.chains() as usize, count, "no drops");
+        assert_eq!(burst.returns().chains() as usize, count, "no drops");
         let report = self.b_rx.transmit(&burst.batch, FrameSet::first(count));
         assert_eq!((report.frames as usize, report.dropped), (count, 0));
         assert_eq!(report.bytes, burst.batch.bytes());
-        burst.returns.finish(count);
+        burst.finish(count);
         count
     }
 

@@ -302,18 +302,18 @@ impl TxModel {
         }
 
         let burst = device.receive(limit);
-        let chains = burst.returns.chains() as usize;
+        let chains = burst.returns().chains() as usize;
         if limit.units == u32::MAX {
             assert_eq!(chains, outcomes.len());
         } else {
             // Where units end a burst, ours says.
             assert!(chains <= outcomes.len());
-            assert!(chains == outcomes.len() || burst.returns.units() >= limit.units);
+            assert!(chains == outcomes.len() || burst.returns().units() >= limit.units);
             assert!(chains > 0 || outcomes.is_empty(), "at least one");
             outcomes.truncate(chains);
             units = 0;
         }
-        assert!(burst.returns.units() >= units);
+        assert!(burst.returns().units() >= units);
         let frames: Vec<_> = (0..burst.batch.len())
             .map(|index| burst.batch.frame(index))
             .inspect(|frame| assert_eq!(frame.offload, Offload::default()))
@@ -331,7 +331,7 @@ impl TxModel {
 
         // The last `kept` frames stay, with everything behind the first of them.
         let taken = frames.len().saturating_sub(kept);
-        burst.returns.finish(taken);
+        let returns = burst.finish(taken);
         let mut seen = 0;
         let end = outcomes.iter().position(|outcome| {
             let hit = is_frame(&outcome) && seen == taken;
@@ -339,8 +339,8 @@ impl TxModel {
             hit
         });
         outcomes.truncate(end.unwrap_or(outcomes.len()));
-        assert_eq!(burst.returns.chains() as usize, outcomes.len());
-        let drops: Vec<_> = burst.returns.drops().collect();
+        assert_eq!(returns.chains() as usize, outcomes.len());
+        let drops: Vec<_> = returns.drops().collect();
         let wanted: Vec<_> = outcomes
             .iter()
             .filter_map(|(_, outcome)| match outcome {
@@ -398,7 +398,7 @@ proptest! {
         twin.raw.set_avail_idx(idx);
         twin.copy_to_oracle();
         let theirs = twin.queue.iter(&twin.memory).is_err();
-        let chains = device.receive(BurstLimit::MAX).returns.chains();
+        let chains = device.receive(BurstLimit::MAX).returns().chains();
         let wanted = theirs.then_some(RingFault::AvailIndex { from: setup.spec.base, to: idx });
         assert_eq!(device.fault(), wanted);
         prop_assert!(!theirs || chains == 0);

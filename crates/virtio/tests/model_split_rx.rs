@@ -202,14 +202,13 @@ impl Model {
         let header_bytes = twin.header_bytes() as usize;
         let mut rest = [&vec![0; header_bytes], bytes].concat();
         let mut filled: Vec<Filled> = Vec::new();
-        let mut buffers_max = areas.size;
         while !rest.is_empty() {
             let heads = twin.queue.iter(&twin.memory);
             let Some(chain) = heads.expect("no jump").next() else {
                 return Fate::Keeps(DropReason::RxRingFull);
             };
             let head = chain.head_index();
-            let mut walk = OracleWalk::new(&twin.memory, areas, chain, buffers_max);
+            let mut walk = OracleWalk::new(&twin.memory, areas, chain, areas.size);
             let mut parts = Vec::new();
             let mut done = 0;
             let mut bad = false;
@@ -234,7 +233,6 @@ impl Model {
                     }
                 }
             }
-            buffers_max -= walk.taken.min(buffers_max);
             let too_small = done < rest.len() && !features.mergeable;
             if bad || done == 0 || (too_small && done < header_bytes) {
                 let mut heads: Vec<u16> = filled.iter().map(|(head, _)| *head).collect();

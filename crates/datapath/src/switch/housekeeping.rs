@@ -1,7 +1,7 @@
 //! The reaper and the clock: one ordinary thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,49 @@ use crate::worker::WorkerShared;
 const PERIOD: Duration = Duration::from_millis(10);
 const SECOND: Duration = Duration::from_secs(1);
 
+/// A worker as it is looked after.
+pub(super) struct WatchedWorker {
+    name: String,
+    pub(super) shared: Arc<WorkerShared>,
+    /// Its thread has the value, and drops it however it ends.
+    alive: Weak<()>,
+    /// Control wants it to end, or it was reported that it has.
+    is_end_known: AtomicBool,
+}
+
+impl WatchedWorker {
+    /// A worker, and what its thread has to keep until it ends.
+    pub(super) fn new(name: &str, shared: Arc<WorkerShared>) -> (Self, Arc<()>) {
+        let alive = Arc::new(());
+        let worker = Self {
+            name: name.to_owned(),
+            shared,
+            alive: Arc::downgrade(&alive),
+            is_end_known: AtomicBool::new(false),
+        };
+        (worker, alive)
+    }
+
+    /// From now on the end of the thread is no news. True if it was none before.
+    pub(super) fn expect_end(&self) -> bool {
+        self.is_end_known.swap(true, Ordering::Relaxed)
+    }
+
+    /// Says that the thread has ended by itself, once.
+    pub(super) fn report_end(&self) {
+        if self.alive.strong_count() == 0 && !self.expect_end() {
+            tracing::error!(
+                worker = self.name,
+                "the worker has ended by itself: its queues are not polled"
+            );
+        }
+    }
+}
+
 /// What the thread looks after.
 #[derive(Default)]
 struct Watched {
-    workers: Vec<Arc<WorkerShared>>,
+    workers: Vec<Arc<WatchedWorker>>,
     ports: Vec<Arc<Port>>,
 }
 
@@ -29,15 +68,15 @@ struct Shared {
     watched: Mutex<Watched>,
 }
 
-/// Drops what workers have retired, reports queues that broke, moves the tick
-/// and ages the FDB.
+/// Drops what workers have retired, reports workers that ended by themselves
+/// and queues that broke, moves the tick and ages the FDB.
 pub(super) struct Housekeeping {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Housekeeping {
-    pub(super) fn start(fdb: Arc<Fdb>, time: Time) -> Self {
+    pub(super) fn start(fdb: Arc<Fdb>, time: Time) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             fdb,
             tick: Arc::new(AtomicU16::new(0)),
@@ -47,12 +86,11 @@ impl Housekeeping {
         let run = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("pollux-house".to_owned())
-            .spawn(move || run.run(time))
-            .expect("the kernel gives a thread at start");
-        Self {
+            .spawn(move || run.run(time))?;
+        Ok(Self {
             shared,
             thread: Some(thread),
-        }
+        })
     }
 
     /// Seconds that workers stamp addresses with.
@@ -62,7 +100,7 @@ impl Housekeeping {
 
     /// Replaces what is looked after. Retired values of a worker that is left
     /// out are dropped first.
-    pub(super) fn watch(&self, workers: Vec<Arc<WorkerShared>>, ports: Vec<Arc<Port>>) {
+    pub(super) fn watch(&self, workers: Vec<Arc<WatchedWorker>>, ports: Vec<Arc<Port>>) {
         let mut watched = self.shared.watched();
         watched.reap();
         *watched = Watched { workers, ports };
@@ -98,6 +136,7 @@ impl Shared {
             thread::park_timeout(PERIOD);
             let watched = self.watched();
             watched.reap();
+            watched.report_ended();
             watched.report_broken();
             drop(watched);
             let now = Instant::now();
@@ -123,8 +162,12 @@ impl Shared {
 impl Watched {
     fn reap(&self) {
         for worker in &self.workers {
-            while worker.reap().is_some() {}
+            while worker.shared.reap().is_some() {}
         }
+    }
+
+    fn report_ended(&self) {
+        self.workers.iter().for_each(|worker| worker.report_end());
     }
 
     fn report_broken(&self) {

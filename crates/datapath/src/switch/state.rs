@@ -8,7 +8,7 @@ use std::time::Duration;
 use pollux_switch::{Fdb, Forwarding, ForwardingConfig, Mode, PortId};
 
 use super::ApplyError;
-use super::housekeeping::Housekeeping;
+use super::housekeeping::{Housekeeping, WatchedWorker};
 use crate::PORTS_MAX;
 use crate::counters::{PortCounters, WorkerSnapshot};
 use crate::plan::{Action, Plan, PlannedMode, PortPlan, WorkerPlan};
@@ -19,9 +19,11 @@ use crate::worker::{Message, PolledQueue, PortTable, Task, Worker, WorkerShared}
 /// microseconds.
 const ACKNOWLEDGE_POLL: Duration = Duration::from_micros(50);
 
+/// A worker of the plan. It may have died: then it is never asked for anything,
+/// and polls nothing, until a plan removes it.
 struct RunningWorker {
     plan: WorkerPlan,
-    shared: Arc<WorkerShared>,
+    watched: Arc<WatchedWorker>,
     thread: JoinHandle<()>,
     /// Messages sent; as many acknowledgements will come.
     sent: u64,
@@ -91,8 +93,17 @@ impl State {
         self.planned(name).map(|port| Arc::clone(&port.port))
     }
 
+    /// The worker that polls a port; not one that has died.
     pub(super) fn worker_of_port(&self, name: &str) -> Option<String> {
-        self.planned(name)?.polled_by.clone()
+        let polled_by = self.planned(name)?.polled_by.as_ref()?;
+        let worker = self.worker(polled_by)?;
+        (!worker.is_dead()).then(|| polled_by.clone())
+    }
+
+    /// A worker of the plan that has died.
+    pub(super) fn dead_worker(&self) -> Option<&str> {
+        let dead = self.workers.iter().find(|worker| worker.is_dead())?;
+        Some(&dead.plan.name)
     }
 
     pub(super) fn port_counters(&self, name: &str) -> Option<PortCounters> {
@@ -104,11 +115,12 @@ impl State {
     }
 
     pub(super) fn worker_counters(&self, name: &str) -> Option<WorkerSnapshot> {
-        let worker = self
-            .workers
-            .iter()
-            .find(|worker| worker.plan.name == name)?;
-        Some(worker.shared.counters().read(self.numbers_len))
+        let worker = self.worker(name)?;
+        Some(worker.watched.shared.counters().read(self.numbers_len))
+    }
+
+    fn worker(&self, name: &str) -> Option<&RunningWorker> {
+        self.workers.iter().find(|worker| worker.plan.name == name)
     }
 
     fn planned(&self, name: &str) -> Option<&PlannedPort> {
@@ -119,29 +131,35 @@ impl State {
     fn counted(&self, id: PortId) -> PortCounters {
         let mut sum = self.ended[id.index()];
         for worker in &self.workers {
-            sum.merge(&worker.shared.counters().read(id.index() + 1).ports[id.index()]);
+            sum.merge(&worker.watched.shared.counters().read_port(id));
         }
         sum
     }
 
-    /// Takes one step. On an error the lists are as before it.
+    /// Takes one step; on an error it was not taken.
+    ///
+    /// A worker that has died, or dies meanwhile, is no error here and holds up
+    /// nothing: all others are brought up to date. [`dead_worker`] names it.
+    ///
+    /// [`dead_worker`]: Self::dead_worker
     pub(super) fn perform(
         &mut self,
         action: &Action,
         housekeeping: &Housekeeping,
     ) -> Result<(), ApplyError> {
         match action {
+            Action::AddWorker(plan) => return self.add_worker(plan, housekeeping),
+            Action::AddPort(plan) => return self.add_port(plan, housekeeping),
             Action::RemovePort(name) => self.remove_port(name, housekeeping),
-            Action::AddWorker(plan) => self.add_worker(plan, housekeeping),
             Action::RemoveWorker(name) => self.remove_worker(name, housekeeping),
             Action::ChangePort(plan) => self.change_port(plan, housekeeping),
-            Action::AddPort(plan) => self.add_port(plan, housekeeping),
             Action::SetMode { mode, forward_bpdu } => {
                 self.mode = mode.clone();
                 self.forward_bpdu = *forward_bpdu;
-                self.publish(housekeeping)
+                self.publish(housekeeping);
             }
         }
+        Ok(())
     }
 
     fn add_port(&mut self, plan: &PortPlan, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
@@ -152,31 +170,27 @@ impl State {
         })?;
         self.ports.push(PlannedPort {
             plan: plan.clone(),
-            port: Arc::new(Port::new(&plan.name, identity)),
+            port: Arc::new(Port::new(&plan.name, identity, Arc::clone(&self.fdb))),
             worker: None,
             polled_by: None,
             baseline: self.counted(id),
         });
-        self.publish(housekeeping)
+        self.publish(housekeeping);
+        Ok(())
     }
 
-    fn remove_port(&mut self, name: &str, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+    fn remove_port(&mut self, name: &str, housekeeping: &Housekeeping) {
         let Some(index) = self.ports.iter().position(|port| port.plan.name == name) else {
-            return Ok(());
+            return;
         };
         let removed = self.ports.remove(index);
-        let published = self.publish(housekeeping);
+        self.publish(housekeeping);
         // No worker learns for the port any more, and none has its queues.
         self.fdb.close_port(removed.port.identity());
-        drop((removed.port.stop_rx(), removed.port.stop_tx()));
-        published
+        removed.port.remove();
     }
 
-    fn change_port(
-        &mut self,
-        plan: &PortPlan,
-        housekeeping: &Housekeeping,
-    ) -> Result<(), ApplyError> {
+    fn change_port(&mut self, plan: &PortPlan, housekeeping: &Housekeeping) {
         if let Some(port) = self
             .ports
             .iter_mut()
@@ -187,7 +201,7 @@ impl State {
             }
             port.plan = plan.clone();
         }
-        self.publish(housekeeping)
+        self.publish(housekeeping);
     }
 
     fn add_worker(
@@ -196,14 +210,16 @@ impl State {
         housekeeping: &Housekeeping,
     ) -> Result<(), ApplyError> {
         let shared = Arc::new(WorkerShared::new());
-        let task = self.task(&self.forwarding()?, &self.table(), |_| false);
+        let task = self.task(&self.forwarding(), &self.table(), |_| false);
         let tick = housekeeping.tick();
         let (core, thread_start) = (plan.core, self.thread_start);
         let own = Arc::clone(&shared);
+        let (watched, alive) = WatchedWorker::new(&plan.name, shared);
         let (report, started) = mpsc::channel();
         let thread = thread::Builder::new()
             .name(format!("pollux-{}", plan.name))
             .spawn(move || {
+                let _alive = alive;
                 let pinned = core.map_or(Ok(()), pollux_sys::pin_current_thread);
                 let failed = pinned.is_err();
                 // The other end waits for this one message.
@@ -238,20 +254,21 @@ impl State {
         }
         self.workers.push(RunningWorker {
             plan: plan.clone(),
-            shared,
+            watched: Arc::new(watched),
             thread,
             sent: 0,
         });
-        self.publish(housekeeping)
+        self.publish(housekeeping);
+        Ok(())
     }
 
-    fn remove_worker(&mut self, name: &str, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+    fn remove_worker(&mut self, name: &str, housekeeping: &Housekeeping) {
         let Some(index) = self
             .workers
             .iter()
             .position(|worker| worker.plan.name == name)
         else {
-            return Ok(());
+            return;
         };
         for port in &mut self.ports {
             if port.worker.as_deref() == Some(name) {
@@ -259,24 +276,26 @@ impl State {
             }
         }
         self.assign(Some(name));
-        self.publish_assigned(housekeeping)?;
+        self.publish_assigned(housekeeping);
         let worker = self.workers.remove(index);
         self.end(worker, housekeeping);
         self.watch(housekeeping);
-        Ok(())
     }
 
-    /// Ends a thread and keeps what it has counted.
+    /// Ends a thread, unless it has ended, and keeps what it has counted.
     fn end(&mut self, mut worker: RunningWorker, housekeeping: &Housekeeping) {
+        worker.watched.report_end();
+        let was_known = worker.watched.expect_end();
         // Dead or alive, it is gone afterwards.
-        let _ = worker.send(Message::Stop, housekeeping);
-        let counted = worker.shared.counters().read(usize::from(PORTS_MAX));
+        worker.send(Message::Stop, housekeeping);
+        let shared = &worker.watched.shared;
+        let counted = shared.counters().read(usize::from(PORTS_MAX));
         for (ended, counters) in self.ended.iter_mut().zip(&counted.ports) {
             ended.merge(counters);
         }
-        while worker.shared.reap().is_some() {}
-        if worker.thread.join().is_err() {
-            tracing::error!(worker = worker.plan.name, "the worker had panicked");
+        while shared.reap().is_some() {}
+        if worker.thread.join().is_err() && !was_known {
+            tracing::error!(worker = worker.plan.name, "the worker panicked at its end");
         }
     }
 
@@ -285,7 +304,7 @@ impl State {
             self.end(worker, housekeeping);
         }
         for port in self.ports.drain(..) {
-            drop((port.port.stop_rx(), port.port.stop_tx()));
+            port.port.remove();
         }
         self.watch(housekeeping);
     }
@@ -307,7 +326,7 @@ impl State {
         number
     }
 
-    fn forwarding(&self) -> Result<Arc<Forwarding>, ApplyError> {
+    fn forwarding(&self) -> Arc<Forwarding> {
         let id_of = |name: &String| self.port(name).map(|port| port.identity().id());
         let mode = match &self.mode {
             PlannedMode::Learn => Mode::Learn,
@@ -329,9 +348,8 @@ impl State {
                 .collect(),
             forward_bpdu: self.forward_bpdu,
         };
-        Forwarding::new(config)
-            .map(Arc::new)
-            .map_err(ApplyError::Forwarding)
+        let forwarding = Forwarding::new(config);
+        Arc::new(forwarding.expect("Plan::check refuses a port in two pairs"))
     }
 
     fn table(&self) -> Arc<PortTable> {
@@ -359,7 +377,9 @@ impl State {
     }
 
     /// Gives every port without a worker one: the one it asks for, or the one
-    /// that polls fewest. `leaving` takes none.
+    /// that polls fewest. `leaving` takes none, and no worker that has died
+    /// does. Who has one keeps it, dead or alive: what killed a worker may be in
+    /// its queues, so only a plan gives them to another.
     fn assign(&mut self, leaving: Option<&str>) {
         for index in 0..self.ports.len() {
             if self.ports[index].worker.is_some() {
@@ -372,6 +392,7 @@ impl State {
             let staying = self
                 .workers
                 .iter()
+                .filter(|worker| !worker.is_dead())
                 .map(|worker| &worker.plan.name)
                 .filter(|name| leaving != Some(name.as_str()));
             let wanted = self.ports[index].plan.worker.as_ref();
@@ -383,22 +404,22 @@ impl State {
         }
     }
 
-    /// Brings every worker up to date and waits until all are.
-    fn publish(&mut self, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+    /// Brings every worker that lives up to date and waits until all are.
+    fn publish(&mut self, housekeeping: &Housekeeping) {
         self.assign(None);
-        self.publish_assigned(housekeeping)
+        self.publish_assigned(housekeeping);
     }
 
     /// In two steps: every queue leaves the worker that polled it before the
     /// next one gets it, so that its frames stay in order; and every worker
     /// knows a port before any polls it.
-    fn publish_assigned(&mut self, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+    fn publish_assigned(&mut self, housekeeping: &Housekeeping) {
         self.watch(housekeeping);
-        let forwarding = self.forwarding()?;
+        let forwarding = self.forwarding();
         let table = self.table();
         self.send_tasks(&forwarding, &table, housekeeping, |port, worker| {
             port.polled_by.as_deref() == Some(worker) && port.worker.as_deref() == Some(worker)
-        })?;
+        });
         let moved = |port: &PlannedPort| port.polled_by != port.worker;
         if self.ports.iter().any(moved) {
             for port in &mut self.ports {
@@ -406,9 +427,8 @@ impl State {
             }
             self.send_tasks(&forwarding, &table, housekeeping, |port, worker| {
                 port.polled_by.as_deref() == Some(worker)
-            })?;
+            });
         }
-        Ok(())
     }
 
     fn send_tasks(
@@ -417,23 +437,22 @@ impl State {
         table: &Arc<PortTable>,
         housekeeping: &Housekeeping,
         polls: impl Fn(&PlannedPort, &str) -> bool,
-    ) -> Result<(), ApplyError> {
+    ) {
         let tasks: Vec<_> = self
             .workers
             .iter()
             .map(|worker| self.task(forwarding, table, |port| polls(port, &worker.plan.name)))
             .collect();
         for (worker, task) in self.workers.iter_mut().zip(tasks) {
-            worker.send(Message::Task(task), housekeeping)?;
+            worker.send(Message::Task(task), housekeeping);
         }
-        Ok(())
     }
 
     fn watch(&self, housekeeping: &Housekeeping) {
         housekeeping.watch(
             self.workers
                 .iter()
-                .map(|worker| Arc::clone(&worker.shared))
+                .map(|worker| Arc::clone(&worker.watched))
                 .collect(),
             self.ports
                 .iter()
@@ -444,22 +463,23 @@ impl State {
 }
 
 impl RunningWorker {
-    /// Sends one message and waits until the worker has acted on it.
-    fn send(&mut self, message: Message, housekeeping: &Housekeeping) -> Result<(), ApplyError> {
+    /// The thread has ended, although control has not ended it.
+    fn is_dead(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Sends one message and waits until the worker has acted on it, or is dead.
+    fn send(&mut self, message: Message, housekeeping: &Housekeeping) {
+        let shared = &self.watched.shared;
         let mut unsent = Some(message);
-        loop {
+        while !self.thread.is_finished() {
             if let Some(message) = unsent.take() {
-                match self.shared.send(message) {
+                match shared.send(message) {
                     Ok(()) => self.sent += 1,
                     Err(message) => unsent = Some(message),
                 }
-            } else if self.shared.acknowledged() >= self.sent {
-                return Ok(());
-            }
-            if self.thread.is_finished() && self.shared.acknowledged() < self.sent {
-                return Err(ApplyError::WorkerDied {
-                    worker: self.plan.name.clone(),
-                });
+            } else if shared.acknowledged() >= self.sent {
+                return;
             }
             housekeeping.wake();
             thread::sleep(ACKNOWLEDGE_POLL);

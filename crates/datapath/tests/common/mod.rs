@@ -4,6 +4,8 @@
     reason = "each test file is a crate of its own and uses a part"
 )]
 
+pub(crate) mod events;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pollux_datapath::{
@@ -17,7 +19,7 @@ use pollux_testkit::{Device, EVERYBODY, GuestSpec, Station, mac_of, wait_until};
 pub(crate) const BYTES: u32 = 64;
 
 /// Workers spin: one switch at a time in this process.
-fn alone() -> MutexGuard<'static, ()> {
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -131,7 +133,7 @@ impl Bed {
 
     pub(crate) fn of_stations(config: SwitchConfig, plan: &Plan, stations: Vec<Station>) -> Self {
         let alone = alone();
-        let switch = Switch::new(config);
+        let switch = Switch::new(config).expect("the kernel gives a thread");
         switch.apply(plan).expect("the plan is good");
         let mut bed = Self {
             switch,
@@ -307,6 +309,6 @@ pub(crate) fn attach(switch: &Switch, station: u16, device: &Device) {
     let port = switch
         .port(&port_name(station))
         .expect("the port is in the plan");
-    port.start_tx(Box::new(rx));
-    port.start_rx(Box::new(tx));
+    port.start_tx(Box::new(rx)).expect("it is in the plan");
+    port.start_rx(Box::new(tx)).expect("it is in the plan");
 }

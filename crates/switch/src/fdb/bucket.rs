@@ -147,7 +147,7 @@ impl Value {
     const MOVES_SHIFT: u32 = 50;
     const MOVES_MASK: u64 = 0b11 << Self::MOVES_SHIFT;
     const TAG_MASK: u64 = 0xfff << 52;
-    /// What fits the moves of one tick.
+    /// What fits the field for the moves of one tick.
     pub(super) const MOVES_MAX: u8 = 0b11;
 
     #[inline]

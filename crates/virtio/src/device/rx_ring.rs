@@ -9,7 +9,7 @@ use pollux_packet::{
 };
 use pollux_sys::prefetch_write;
 
-use super::split::{Chain, SplitDevice};
+use super::split::{Chains, SplitDevice};
 use super::tx_ring::units_of_chain;
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
@@ -46,6 +46,11 @@ const CHAIN_LEN_MAX: u16 = 1024;
 /// Buffers that are walked in one call beyond the longest chain: a burst is at
 /// most 64 KiB in 64 frames, for which drivers that post pages need no more.
 const WALK_SPARE: u16 = 4 * BurstLimit::MAX.frames;
+
+/// Buffers that one call may walk.
+fn walk_max(size: u16) -> u16 {
+    size.min(CHAIN_LEN_MAX) + WALK_SPARE
+}
 
 /// How a frame is laid out in receive buffers.
 #[derive(Clone, Copy, Debug)]
@@ -89,10 +94,10 @@ impl RxRing {
         }
         let wanted = u16::try_from(set.count()).expect("at most 64 frames");
         let mut filling = Filling {
-            ready: 0,
+            chains: Chains::new(),
             used: 0,
             units: 0,
-            walk_left: self.size().min(CHAIN_LEN_MAX) + WALK_SPARE,
+            walk_left: walk_max(self.size()),
             memory: &self.memory,
             device: &mut self.device,
             layout: self.layout,
@@ -173,7 +178,7 @@ struct Filling<'r> {
     short: &'r mut Option<Short>,
     chain_errors: &'r mut ChainErrorCounts,
     /// Chains that were looked up.
-    ready: u16,
+    chains: Chains<'r>,
     /// Chains filled or returned so far.
     used: u16,
     units: u32,
@@ -190,7 +195,13 @@ impl<'r> Filling<'r> {
         let is_buffer = |head: Descriptor| {
             head.flags.known() == DescFlags::WRITE && head.len >= net_header_bytes
         };
-        self.ready = self.device.look_up(wanted, is_buffer, prefetch_write);
+        self.device.look_up(
+            self.memory,
+            wanted,
+            is_buffer,
+            prefetch_write,
+            &mut self.chains,
+        );
     }
 
     /// Phase 3 for nearly all frames: each into the one buffer of the next
@@ -203,39 +214,37 @@ impl<'r> Filling<'r> {
         set: FrameSet,
         report: &mut Transmitted,
     ) -> FrameSet {
-        let (layout, memory) = (self.layout, self.memory);
+        let layout = self.layout;
         let slots = self.device.used_slots();
         let mut rest = set;
-        let (mut chains, mut bytes) = (0, 0);
-        while chains < self.ready {
+        let (mut used, mut bytes) = (0, 0);
+        for chain in &self.chains {
             let mut behind = rest;
             let Some(index) = behind.next() else { break };
             let frame = batch.frame(index);
-            let chain = self.device.chain(chains);
-            let Some(len) = fill_one_buffer(memory, layout, &frame, chain) else {
+            let Some(len) = fill_one_buffer(layout, &frame, chain.whole) else {
                 break;
             };
-            let id = chain.id.into();
-            slots.set(chains, UsedEntry { id, len });
-            chains += 1;
+            let id = self.device.head(used).into();
+            slots.set(used, UsedEntry { id, len });
+            used += 1;
             bytes += u64::from(frame.len);
             rest = behind;
         }
-        self.used = chains;
-        report.frames = u32::from(chains);
+        self.used = used;
+        report.frames = u32::from(used);
         report.bytes = bytes;
         rest
     }
 
     /// Phase 3: copies one frame into the next chain, whatever it is like.
     fn frame(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
-        if self.used < self.ready {
-            let chain = *self.device.chain(self.used);
-            if let Some(len) = fill_one_buffer(self.memory, self.layout, frame, &chain) {
-                self.set_used(self.used, chain.id, len);
-                self.used += 1;
-                return Ok(());
-            }
+        if let Some(chain) = self.chains.get(usize::from(self.used))
+            && let Some(len) = fill_one_buffer(self.layout, frame, chain.whole)
+        {
+            self.set_used(self.used, self.device.head(self.used), len);
+            self.used += 1;
+            return Ok(());
         }
         self.frame_over_chains(frame)
     }
@@ -273,19 +282,20 @@ impl<'r> Filling<'r> {
         if let Some(reason) = self.known_short(needed) {
             return Err(Refused::Keep(reason));
         }
+        let has_whole_walk = self.walk_left == walk_max(self.device.ring().size());
         let mut cut = Cut::new(frame, self.layout);
         let mut rest = needed;
         let mut chains = 0;
         while rest > 0 {
             let offset = self.used + chains;
-            let Some(Chain { id, head, .. }) = self.device.chain_any(offset) else {
+            let Some((id, head)) = self.chain(offset) else {
                 return Err(Refused::Keep(self.no_chain(offset, needed - rest)));
             };
             let bytes = match self.fill_chain(head, rest, &mut cut, chains == 0) {
                 Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains, id)),
                 Ok(bytes) => bytes,
-                Err(ChainError::TooLong) if self.walk_left == 0 => {
-                    // Perhaps not the chain's fault.
+                Err(ChainError::TooLong) if self.walk_left == 0 && !has_whole_walk => {
+                    // Perhaps not this chain's fault: the next call will tell.
                     return Err(Refused::Keep(DropReason::RxRingFull));
                 }
                 Err(error) => return Err(self.bad_chain(error, chains, id)),
@@ -304,6 +314,14 @@ impl<'r> Filling<'r> {
         }
         cut.write_net_header(self.layout, frame, chains);
         Ok(chains)
+    }
+
+    /// Head and first descriptor of the chain `offset` behind the next one.
+    fn chain(&mut self, offset: u16) -> Option<(u16, Descriptor)> {
+        match self.chains.get(usize::from(offset)) {
+            Some(chain) => Some((self.device.head(offset), chain.head)),
+            None => self.device.chain_behind(offset),
+        }
     }
 
     /// Writes up to `bytes_max` bytes of a frame into one chain; returns how
@@ -368,18 +386,12 @@ impl<'r> Filling<'r> {
 /// bytes they are. Modern drivers expect `num_buffers` 1 even without mergeable
 /// buffers (section 5.1.6.4.1, B-22).
 #[inline]
-fn fill_one_buffer(
-    memory: &GuestMemory,
-    layout: Layout,
-    frame: &Frame<'_>,
-    chain: &Chain,
-) -> Option<u32> {
+fn fill_one_buffer(layout: Layout, frame: &Frame<'_>, buffer: SpanMut<'_>) -> Option<u32> {
     let header_bytes = layout.net_header_bytes;
     let len = header_bytes + frame.len;
-    if chain.head.len < len {
+    if buffer.len() < len {
         return None;
     }
-    let buffer = memory.span_in(chain.place, chain.head.addr, len)?;
     frame.offload.write_header(header_bytes, 1, buffer);
     frame.copy_to(buffer.skip(header_bytes));
     Some(len)

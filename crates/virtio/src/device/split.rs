@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use pollux_packet::BurstLimit;
+use arrayvec::ArrayVec;
+use pollux_packet::{BATCH_MAX, SpanMut};
 use pollux_sys::{EventFd, full_fence, poison_count};
 
 use super::RingConfig;
@@ -43,32 +44,20 @@ pub struct Notifications {
     pub suppressed: u64,
 }
 
-/// An available chain as it was looked up: its first descriptor, copied once.
+/// An available chain as it was looked up: its first descriptor, copied once,
+/// and the whole buffer if the chain is one buffer that can be used as it is
+/// (nearly always); else an empty span, and the chain has to be walked.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Chain {
-    /// Index of the first descriptor: what goes back to the driver.
-    pub(super) id: u16,
-    /// Region of the buffer, if the chain is one buffer that can be used as it
-    /// is (nearly always); else the chain has to be walked.
-    pub(super) place: Place,
+pub(super) struct Chain<'m> {
+    pub(super) whole: SpanMut<'m>,
     pub(super) head: Descriptor,
 }
 
-impl Chain {
-    const NONE: Self = Self {
-        id: 0,
-        place: Place::NONE,
-        head: Descriptor::ZERO,
-    };
-}
+/// The chains of one burst.
+pub(super) type Chains<'m> = ArrayVec<Chain<'m>, BATCH_MAX>;
 
-/// Chains that are looked up, and buffers that are on their way, behind those of
-/// a burst.
+/// Descriptors that are prefetched behind those of a burst.
 const LOOK_AHEAD: u16 = 64;
-/// Chains that are looked up at one time, at most.
-const LOOKED_UP_MAX: usize = 128;
-const _: () = assert!((LOOK_AHEAD + BurstLimit::MAX.frames) as usize <= LOOKED_UP_MAX);
-const _: () = assert!(LOOKED_UP_MAX.is_power_of_two());
 
 /// Entries of the used ring that share a cache line.
 const USED_ENTRIES_PER_LINE: u16 = 8;
@@ -82,13 +71,10 @@ pub(super) struct SplitDevice {
     /// `avail.idx` as last read, so that it is not read again while enough is
     /// known to be there.
     avail_seen: u16,
-    /// Available entries before this one are in `chains`, those from
-    /// `next_avail` on.
-    looked_up: u16,
     /// Descriptors of the available entries before this one were prefetched.
     prefetched: u16,
-    /// By position, modulo its length.
-    chains: Box<[Chain; LOOKED_UP_MAX]>,
+    /// Heads of the chains that were looked up last.
+    heads: Box<[u16; BATCH_MAX]>,
     /// Where the last buffer was.
     near: Place,
     /// Next used entry to write; published up to here between bursts.
@@ -110,9 +96,8 @@ impl SplitDevice {
             event_idx: config.features.event_idx,
             next_avail: config.base,
             avail_seen: config.base,
-            looked_up: config.base,
             prefetched: config.base,
-            chains: Box::new([Chain::NONE; LOOKED_UP_MAX]),
+            heads: Box::new([0; BATCH_MAX]),
             near: Place::default(),
             next_used,
             signal: Signal::default(),
@@ -183,67 +168,64 @@ impl SplitDevice {
         self.next_avail.wrapping_add(available)
     }
 
-    /// Looks up to `wanted` available chains up, and how many there are; see
-    /// [`chain`](Self::chain).
+    /// Looks up to `wanted` available chains up: copies each head's descriptor,
+    /// locates its buffer and prefetches the first bytes of that.
     ///
-    /// Two phases: copy each head's descriptor, locate its buffer and prefetch
-    /// the first bytes; prefetch descriptors and used entries. Each runs ahead
-    /// of the burst, so that lines which the driver's core has are on their way
-    /// while earlier frames are copied: descriptors by two bursts, buffers by
-    /// one. Every chain is looked up once, whenever that is.
+    /// Descriptors are prefetched a burst ahead: they are on their way while
+    /// this one is worked on. (Buffers were, too, for a while: it cost more
+    /// instructions than it saved stalls.)
     ///
     /// `is_usable` says whether a chain of this one buffer can be used as it is.
     #[inline]
-    pub(super) fn look_up(
+    pub(super) fn look_up<'m>(
         &mut self,
+        memory: &'m GuestMemory,
         wanted: u16,
         is_usable: impl Fn(Descriptor) -> bool,
         prefetch: impl Fn(*const u8),
-    ) -> u16 {
+        chains: &mut Chains<'m>,
+    ) {
         let available = self.available(wanted);
-        if available == 0 {
-            return 0;
+        let count = available.min(wanted);
+        if count == 0 {
+            return;
         }
-        self.prefetch_descriptors(available.min(wanted + 2 * LOOK_AHEAD));
-        let end = self
-            .next_avail
-            .wrapping_add(available.min(wanted + LOOK_AHEAD));
-        let Self { ring, chains, .. } = self;
-        let memory = ring.memory();
-        let (mut position, mut near) = (self.looked_up, self.near);
-        while position != end {
-            let id = ring.avail_head(position);
-            if id >= ring.size() {
-                break;
-            }
-            let head = ring.desc(id);
-            let mut chain = Chain {
-                id,
-                place: Place::NONE,
-                head,
-            };
-            if is_usable(head)
-                && let Some(place) = memory.locate(near, head.addr, head.len)
-            {
-                (chain.place, near) = (place, place);
-            }
-            if let Some(piece) = memory.span_in(near, head.addr, 0) {
-                // Net header and head are 76 bytes: two lines for most buffers.
-                // What lies behind the buffer is not read, only brought nearer.
-                prefetch(piece.as_ptr());
-                prefetch(piece.as_ptr().wrapping_add(64));
-            }
-            chains[usize::from(position) % LOOKED_UP_MAX] = chain;
-            position = position.wrapping_add(1);
-        }
-        (self.looked_up, self.near) = (position, near);
-        self.prefetch_used(available.min(wanted));
-        let ready = position.wrapping_sub(self.next_avail);
-        if ready == 0 {
-            let head = self.ring.avail_head(position);
+        self.prefetch_descriptors(available.min(wanted + LOOK_AHEAD));
+        self.prefetch_used(count);
+        let Self { ring, heads, .. } = self;
+        let (first, mut near) = (self.next_avail, self.near);
+        chains.extend(
+            (0..count)
+                .zip(heads.iter_mut())
+                .map_while(|(offset, slot)| {
+                    let id = ring.avail_head(first.wrapping_add(offset));
+                    if id >= ring.size() {
+                        return None;
+                    }
+                    *slot = id;
+                    let head = ring.desc(id);
+                    if is_usable(head)
+                        && let Some((place, whole)) = memory.locate(near, head.addr, head.len)
+                    {
+                        near = place;
+                        // Net header and head are 76 bytes: two lines for most buffers.
+                        // What lies behind the buffer is not read, only brought nearer.
+                        prefetch(whole.as_ptr());
+                        prefetch(whole.as_ptr().wrapping_add(64));
+                        return Some(Chain { whole, head });
+                    }
+                    if let Some(piece) = memory.piece(head.addr, head.len) {
+                        prefetch(piece.as_ptr());
+                    }
+                    let whole = SpanMut::EMPTY;
+                    Some(Chain { whole, head })
+                }),
+        );
+        self.near = near;
+        if chains.is_empty() {
+            let head = self.ring.avail_head(first);
             self.set_fault(RingFault::Head { head });
         }
-        ready.min(wanted)
     }
 
     #[inline]
@@ -266,20 +248,15 @@ impl SplitDevice {
         }
     }
 
-    /// The chain `offset` behind the next one, which was looked up.
+    /// Head of the chain `offset` behind the next one, which was looked up.
     #[inline]
-    pub(super) fn chain(&self, offset: u16) -> &Chain {
-        let position = self.next_avail.wrapping_add(offset);
-        debug_assert!(offset < self.looked_up.wrapping_sub(self.next_avail));
-        &self.chains[usize::from(position) % LOOKED_UP_MAX]
+    pub(super) fn head(&self, offset: u16) -> u16 {
+        self.heads[usize::from(offset) % BATCH_MAX]
     }
 
-    /// The chain `offset` behind the next one, looked up or not; `None` if it is
-    /// not available, or the ring breaks over it.
-    pub(super) fn chain_any(&mut self, offset: u16) -> Option<Chain> {
-        if offset < self.looked_up.wrapping_sub(self.next_avail) {
-            return Some(*self.chain(offset));
-        }
+    /// Head and first descriptor of a chain behind those that were looked up;
+    /// `None` if it is not available, or the ring breaks over it.
+    pub(super) fn chain_behind(&mut self, offset: u16) -> Option<(u16, Descriptor)> {
         if self.available(offset + 1) <= offset {
             return None;
         }
@@ -288,12 +265,7 @@ impl SplitDevice {
             self.set_fault(RingFault::Head { head: id });
             return None;
         }
-        let head = self.ring.desc(id);
-        Some(Chain {
-            id,
-            place: Place::NONE,
-            head,
-        })
+        Some((id, self.ring.desc(id)))
     }
 
     /// Used entries from the next one on, to write; the driver sees them when
@@ -315,12 +287,8 @@ impl SplitDevice {
         if !self.is_whole() {
             return false;
         }
-        let looked_up = self.looked_up.wrapping_sub(self.next_avail);
         let prefetched = self.prefetched.wrapping_sub(self.next_avail);
         self.next_avail = self.next_avail.wrapping_add(count);
-        self.looked_up = self
-            .next_avail
-            .wrapping_add(looked_up.saturating_sub(count));
         self.prefetched = self
             .next_avail
             .wrapping_add(prefetched.saturating_sub(count));

@@ -10,7 +10,7 @@ use pollux_packet::{
 };
 use pollux_sys::prefetch_read;
 
-use super::split::SplitDevice;
+use super::split::{Chain, Chains, SplitDevice};
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
@@ -32,36 +32,58 @@ pub struct TxRing {
 
 /// Frames of one burst, and the chains that they came in.
 ///
-/// Nothing is taken from the ring before [`finish`](Returns::finish): a burst
-/// that is dropped is received again. No frame outlives its burst:
+/// Nothing is taken from the ring before [`finish`](Self::finish): a burst that
+/// is dropped is received again. No frame is of use after its burst was
+/// finished, since the guest has its buffers again:
 ///
-/// ```compile_fail
+/// ```compile_fail,E0505
 /// # use pollux_virtio::device::{BurstLimit, TxRing};
-/// fn keep<'a>(ring: &'a mut TxRing) {
+/// fn late(ring: &mut TxRing) -> u32 {
 ///     let burst = ring.receive(BurstLimit::MAX);
 ///     let frame = burst.batch.frame(0);
-///     burst.returns.finish(1);
-///     drop(burst);
-///     drop(frame); // error: `burst` was moved while borrowed
+///     burst.finish(1); // error: moved while borrowed
+///     frame.len
 /// }
 /// ```
 ///
 /// nor does a second burst start while a frame of the first is in use:
 ///
-/// ```compile_fail
+/// ```compile_fail,E0499
 /// # use pollux_virtio::device::{BurstLimit, TxRing};
-/// fn two(ring: &mut TxRing) {
+/// fn two(ring: &mut TxRing) -> usize {
 ///     let first = ring.receive(BurstLimit::MAX);
 ///     let second = ring.receive(BurstLimit::MAX); // error: second mutable borrow
-///     println!("{} {}", first.batch.len(), second.batch.len());
+///     first.batch.len() + second.batch.len()
 /// }
 /// ```
 #[derive(Debug)]
 pub struct Burst<'q> {
     /// The frames, in order of arrival.
     pub batch: Batch<'q>,
-    /// What must go back to the guest.
-    pub returns: &'q mut Returns,
+    returns: &'q mut Returns,
+}
+
+impl<'q> Burst<'q> {
+    /// What is to go back to the guest.
+    #[must_use]
+    pub fn returns(&self) -> &Returns {
+        self.returns
+    }
+
+    /// Ends the burst: [`Returns::finish`]. Tells what went back.
+    #[inline]
+    pub fn finish(self, frames: usize) -> &'q Returns {
+        self.returns.finish(frames);
+        self.returns
+    }
+
+    /// The frames and what must be [finished](Returns::finish) after them, for
+    /// ports that wrap a ring.
+    #[inline]
+    #[must_use]
+    pub fn into_parts(self) -> (Batch<'q>, &'q mut Returns) {
+        (self.batch, self.returns)
+    }
 }
 
 /// The chains of a burst and the ring that they go back to.
@@ -114,11 +136,12 @@ impl TxRing {
         let mut batch = store.begin();
         returns.clear();
         let wanted = limit.frames.clamp(1, BurstLimit::MAX.frames);
-        let count = returns.look_up(wanted, *net_header_bytes);
-        if count == 0 {
+        let mut chains = Chains::new();
+        returns.look_up(memory, wanted, *net_header_bytes, &mut chains);
+        if chains.is_empty() {
             return Burst { batch, returns };
         }
-        returns.snapshot(memory, count, &mut batch, limit, *net_header_bytes);
+        returns.snapshot(memory, &chains, &mut batch, limit, *net_header_bytes);
         if !returns.device.is_whole() {
             // What was read may be zeros in the place of the guest's bytes.
             batch.clear();
@@ -181,13 +204,20 @@ impl Returns {
 
     /// Phases 1 and 2: looks up to `wanted` chains up.
     #[inline]
-    fn look_up(&mut self, wanted: u16, net_header_bytes: u32) -> u16 {
+    fn look_up<'q>(
+        &mut self,
+        memory: &'q GuestMemory,
+        wanted: u16,
+        net_header_bytes: u32,
+        chains: &mut Chains<'q>,
+    ) {
         let len_min = net_header_bytes + ETHERNET_HEADER_BYTES;
         let len_span = FRAME_BYTES_MAX - ETHERNET_HEADER_BYTES;
         let is_frame = |head: Descriptor| {
             head.flags.known() == DescFlags::default() && head.len.wrapping_sub(len_min) <= len_span
         };
-        self.device.look_up(wanted, is_frame, prefetch_read)
+        self.device
+            .look_up(memory, wanted, is_frame, prefetch_read, chains);
     }
 
     /// Phase 3: copies each net header and head, and judges the copies.
@@ -195,24 +225,21 @@ impl Returns {
     fn snapshot<'q>(
         &mut self,
         memory: &'q GuestMemory,
-        count: u16,
+        found: &Chains<'q>,
         batch: &mut Batch<'q>,
         limit: BurstLimit,
         net_header_bytes: u32,
     ) {
         let (mut chains, mut units) = (0, 0);
-        while chains < count {
-            let chain = self.device.chain(chains);
-            let head = chain.head;
-            let (pushed, cost) =
-                if let Some(whole) = memory.span_in(chain.place, head.addr, head.len) {
-                    (push_whole(whole.as_span(), batch, net_header_bytes), 1)
-                } else {
-                    let ring = self.device.ring();
-                    let mut walk = Walk::new(memory, ring, head, ring.size());
-                    let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
-                    (pushed, units_of_chain(walk.descriptors()))
-                };
+        for &Chain { whole, head } in found {
+            let (pushed, cost) = if whole.is_empty() {
+                let ring = self.device.ring();
+                let mut walk = Walk::new(memory, ring, head, ring.size());
+                let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
+                (pushed, units_of_chain(walk.descriptors()))
+            } else {
+                (push_whole(whole.as_span(), batch, net_header_bytes), 1)
+            };
             if let Err(rejected) = pushed {
                 if rejected == Rejected::Chain(ChainError::TooManyPieces) && chains > 0 {
                     // The pieces of this chain do not fit behind those of the
@@ -270,7 +297,7 @@ impl Returns {
         }
         let slots = self.device.used_slots();
         for offset in 0..self.chains {
-            let id = self.device.chain(offset).id.into();
+            let id = self.device.head(offset).into();
             // The device wrote nothing to a TX chain (B-21).
             slots.set(offset, UsedEntry { id, len: 0 });
         }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use pollux_packet::{NET_HEADER_BYTES, Span, SpanMut};
+use pollux_packet::{NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, Offload, Span, SpanMut};
 
 use super::ring::{Buffer, DriverError, DriverRing, Used};
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, Place};
 use crate::spec::{DESC_BYTES, Features};
 use crate::split::{RingAreas, RingError};
 
@@ -79,13 +79,15 @@ struct Queue {
     ring: DriverRing,
     net_header_bytes: u32,
     config: NetConfig,
+    /// Region of the first buffer: likely that of all.
+    place: Place,
     /// Reused for chains of several buffers.
     chain: Vec<Buffer>,
 }
 
 impl Queue {
     fn new(memory: Arc<GuestMemory>, config: NetConfig) -> Result<Self, NetError> {
-        let queue = Self {
+        let mut queue = Self {
             ring: DriverRing::new(
                 Arc::clone(&memory),
                 config.areas,
@@ -94,9 +96,14 @@ impl Queue {
             )?,
             memory,
             net_header_bytes: config.features.net_header_bytes(),
+            place: Place::NONE,
             config,
             chain: Vec::new(),
         };
+        let first = (config.buffers_addr, config.buffer_bytes);
+        if let Some((place, _)) = queue.memory.locate(Place::default(), first.0, first.1) {
+            queue.place = place;
+        }
         for head in 0..config.areas.size {
             queue.buffer(head)?;
         }
@@ -110,10 +117,17 @@ impl Queue {
 
     #[inline]
     fn buffer(&self, head: u16) -> Result<SpanMut<'_>, NetError> {
+        self.buffer_start(head, self.config.buffer_bytes)
+            .ok_or(NetError::Buffers(self.buffer_addr(head)))
+    }
+
+    /// The first `len` bytes of a buffer.
+    #[inline]
+    fn buffer_start(&self, head: u16, len: u32) -> Option<SpanMut<'_>> {
         let addr = self.buffer_addr(head);
         self.memory
-            .span(addr, self.config.buffer_bytes)
-            .ok_or(NetError::Buffers(addr))
+            .span_in(self.place, addr, len)
+            .or_else(|| self.memory.span(addr, len))
     }
 
     /// Lays `bytes` out in the next head's buffer as `shape` says and fills
@@ -224,8 +238,7 @@ impl TxRing {
         for _ in 0..count {
             let head = queue.ring.next_head().expect("a descriptor is free");
             let buffer = queue.buffer(head).expect("checked when the queue started");
-            let header = [0; NET_HEADER_BYTES];
-            buffer.write(&header[..queue.net_header_bytes as usize]);
+            Offload::default().write_header(queue.net_header_bytes, 0, buffer);
             let len = queue.net_header_bytes + frame_bytes;
             assert!(len <= buffer.len(), "the frame does not fit a buffer");
             fill(buffer.skip(queue.net_header_bytes).first(frame_bytes));
@@ -343,7 +356,8 @@ impl Received<'_> {
 pub struct RxRing {
     queue: Queue,
     mergeable: bool,
-    /// Buffers of the chain at each head that is out.
+    /// Buffers of the chain at each head that is out; none if it is the head's
+    /// own buffer, whole.
     posted: Box<[Vec<Buffer>]>,
     /// Chains that came back with length 0: the device could not use them.
     unused: u64,
@@ -386,9 +400,9 @@ impl RxRing {
                 len: self.queue.config.buffer_bytes,
                 writable: true,
             };
-            let posted = &mut self.posted[usize::from(head)];
-            posted.clear();
-            posted.push(buffer);
+            if !self.posted[usize::from(head)].is_empty() {
+                self.posted[usize::from(head)].clear();
+            }
             self.queue
                 .ring
                 .add_one(buffer)
@@ -434,30 +448,29 @@ impl RxRing {
                 self.unused += 1;
                 continue;
             }
-            match self.posted[usize::from(used.head)][..] {
-                [buffer] if used.len <= buffer.len && used.len >= self.queue.net_header_bytes => {
-                    let span = self
-                        .queue
-                        .memory
-                        .span(buffer.addr, used.len)
-                        .expect("buffers were checked when the queue started")
-                        .as_span();
-                    let mut header = [0; NET_HEADER_BYTES];
-                    span.first(self.queue.net_header_bytes)
-                        .snapshot(&mut header);
-                    let received = Received {
-                        header,
-                        pieces: &[span.skip(self.queue.net_header_bytes)],
-                        buffers: 1,
-                    };
-                    if self.mergeable && received.num_buffers() > 1 {
-                        self.receive_merged(used, &mut each)?;
-                    } else {
-                        each(received);
-                    }
+            let is_whole = self.posted[usize::from(used.head)].is_empty();
+            let fits = used.len <= self.queue.config.buffer_bytes;
+            if is_whole && fits && used.len as usize >= NET_HEADER_BYTES {
+                let span = self.queue.buffer_start(used.head, used.len);
+                let span = span
+                    .expect("buffers were checked when the queue started")
+                    .as_span();
+                let mut header = span.snapshot_array::<NET_HEADER_BYTES>();
+                if self.queue.net_header_bytes as usize == NET_HEADER_LEGACY_BYTES {
+                    header[NET_HEADER_LEGACY_BYTES..].fill(0);
                 }
-                _ => self.receive_merged(used, &mut each)?,
+                let received = Received {
+                    header,
+                    pieces: &[span.skip(self.queue.net_header_bytes)],
+                    buffers: 1,
+                };
+                if !self.mergeable || received.num_buffers() <= 1 {
+                    each(received);
+                    frames += 1;
+                    continue;
+                }
             }
+            self.receive_merged(used, &mut each)?;
             frames += 1;
         }
         Ok(frames)
@@ -509,7 +522,16 @@ impl RxRing {
         let mut pieces = Vec::new();
         for used in chains {
             let mut rest = used.len;
-            for buffer in &self.posted[usize::from(used.head)] {
+            let own = [Buffer {
+                addr: self.queue.buffer_addr(used.head),
+                len: self.queue.config.buffer_bytes,
+                writable: true,
+            }];
+            let posted = match &self.posted[usize::from(used.head)][..] {
+                [] => &own,
+                posted => posted,
+            };
+            for buffer in posted {
                 let len = buffer.len.min(rest);
                 rest -= len;
                 if len > 0 {

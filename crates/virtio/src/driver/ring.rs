@@ -64,22 +64,61 @@ pub enum DriverError {
     Device(u32),
 }
 
-/// No descriptor follows: end of a chain or of the free list.
-const END: u16 = u16::MAX;
+/// The driver's own notes on a descriptor: the table itself may be changed by a
+/// device that should not.
+#[derive(Clone, Copy, Debug, Default)]
+struct Slot {
+    /// Next descriptor of the chain.
+    next: u16,
+    /// Descriptors of the chain that starts here; 0 if none is out.
+    chain_len: u16,
+}
+
+/// Free descriptors, the last freed first: it and its buffer are the likeliest
+/// to be in the cache. (Oldest first, as DPDK has it, was tried: 15 % slower.)
+#[derive(Debug)]
+struct FreeList {
+    entries: Box<[u16]>,
+    len: u16,
+}
+
+impl FreeList {
+    fn all(size: u16) -> Self {
+        Self {
+            entries: (0..size).rev().collect(),
+            len: size,
+        }
+    }
+
+    /// The entry that comes `offset` after the next.
+    #[inline]
+    fn peek(&self, offset: u16) -> Option<u16> {
+        let above = usize::from(offset) + 1;
+        let index = usize::from(self.len).checked_sub(above)?;
+        Some(self.entries[index])
+    }
+
+    /// Takes the next `count` away.
+    #[inline]
+    fn take(&mut self, count: u16) {
+        self.len -= count;
+    }
+
+    #[inline]
+    fn push(&mut self, entry: u16) {
+        self.entries[usize::from(self.len)] = entry;
+        self.len += 1;
+    }
+}
 
 /// The driver half of a split ring.
 #[derive(Debug)]
 pub struct DriverRing {
     ring: SplitRing,
     event_idx: bool,
-    /// First free descriptor; the list goes on in `next`.
-    free_head: u16,
-    free_len: u16,
-    /// Next descriptor of the chain or of the free list. The driver's own copy:
-    /// the table itself may be changed by a device that should not.
-    next: Box<[u16]>,
-    /// Descriptors of the chain that starts here; 0 if none is out.
-    chain_len: Box<[u16]>,
+    free: FreeList,
+    /// By descriptor.
+    slots: Box<[Slot]>,
     /// Where the next chain goes.
     next_avail: u16,
     /// What the device has been told.
@@ -114,14 +153,11 @@ impl DriverRing {
         ring.set_avail_event(0);
         ring.set_used_idx(base);
         ring.set_avail_idx(base);
-        let next = (1..size).chain([END]).collect();
         Ok(Self {
             ring,
             event_idx: features.event_idx,
-            free_head: 0,
-            free_len: size,
-            next,
-            chain_len: vec![0; usize::from(size)].into_boxed_slice(),
+            free: FreeList::all(size),
+            slots: vec![Slot::default(); usize::from(size)].into_boxed_slice(),
             next_avail: base,
             published: base,
             next_used: base,
@@ -139,7 +175,7 @@ impl DriverRing {
     #[inline]
     #[must_use]
     pub fn free_len(&self) -> u16 {
-        self.free_len
+        self.free.len
     }
 
     /// Position in the available ring that the device has been told.
@@ -152,7 +188,7 @@ impl DriverRing {
     #[inline]
     #[must_use]
     pub fn next_head(&self) -> Option<u16> {
-        (self.free_head != END).then_some(self.free_head)
+        self.free.peek(0)
     }
 
     /// Puts a chain of one buffer into the ring; the device sees it after
@@ -164,8 +200,6 @@ impl DriverRing {
     pub fn add_one(&mut self, buffer: Buffer) -> Result<u16, DriverError> {
         let head = self.next_head().ok_or(DriverError::Full)?;
         self.ring.set_desc(head, buffer.descriptor(None));
-        self.free_head = self.next[usize::from(head)];
-        self.next[usize::from(head)] = END;
         self.push_head(head, 1);
         Ok(head)
     }
@@ -176,20 +210,23 @@ impl DriverRing {
     /// If too few descriptors are free, or there is no buffer.
     pub fn add(&mut self, buffers: &[Buffer]) -> Result<u16, DriverError> {
         let len = u16::try_from(buffers.len()).map_err(|_| DriverError::Full)?;
-        if len > self.free_len {
+        if len == 0 {
+            return Err(DriverError::NoBuffer);
+        }
+        if len > self.free.len {
             return Err(DriverError::Full);
         }
         let head = self.next_head().ok_or(DriverError::Full)?;
-        let (last, before) = buffers.split_last().ok_or(DriverError::NoBuffer)?;
-        let mut index = head;
-        for buffer in before {
-            let next = self.next[usize::from(index)];
-            self.ring.set_desc(index, buffer.descriptor(Some(next)));
-            index = next;
+        for (offset, buffer) in (0..len).zip(buffers) {
+            let index = self.free.peek(offset).ok_or(DriverError::Full)?;
+            let next = if offset + 1 < len {
+                self.free.peek(offset + 1)
+            } else {
+                None
+            };
+            self.ring.set_desc(index, buffer.descriptor(next));
+            self.slots[usize::from(index)].next = next.unwrap_or_default();
         }
-        self.ring.set_desc(index, last.descriptor(None));
-        self.free_head = self.next[usize::from(index)];
-        self.next[usize::from(index)] = END;
         self.push_head(head, len);
         Ok(head)
     }
@@ -229,16 +266,15 @@ impl DriverRing {
                 next: 0,
             },
         );
-        self.free_head = self.next[usize::from(head)];
-        self.next[usize::from(head)] = END;
         self.push_head(head, 1);
         Ok(head)
     }
 
+    /// Makes a chain of the next `descriptors` free ones available.
     #[inline]
     fn push_head(&mut self, head: u16, descriptors: u16) {
-        self.free_len -= descriptors;
-        self.chain_len[usize::from(head)] = descriptors;
+        self.free.take(descriptors);
+        self.slots[usize::from(head)].chain_len = descriptors;
         self.ring.set_avail_head(self.next_avail, head);
         self.next_avail = self.next_avail.wrapping_add(1);
     }
@@ -278,27 +314,23 @@ impl DriverRing {
         }
         let entry = self.ring.used_entry(self.next_used);
         self.next_used = self.next_used.wrapping_add(1);
-        let head = u16::try_from(entry.id)
-            .ok()
-            .filter(|&head| head < self.ring.size() && self.chain_len[usize::from(head)] != 0)
-            .ok_or(DriverError::Device(entry.id))?;
-        self.free(head);
+        let not_out = DriverError::Device(entry.id);
+        let head = u16::try_from(entry.id).map_err(|_| not_out)?;
+        let slot = self.slots.get_mut(usize::from(head)).ok_or(not_out)?;
+        let descriptors = std::mem::take(&mut slot.chain_len);
+        if descriptors == 0 {
+            return Err(not_out);
+        }
+        self.free.push(head);
+        let mut index = head;
+        for _ in 1..descriptors {
+            index = self.slots[usize::from(index)].next;
+            self.free.push(index);
+        }
         Ok(Some(Used {
             head,
             len: entry.len,
         }))
-    }
-
-    #[inline]
-    fn free(&mut self, head: u16) {
-        let len = std::mem::take(&mut self.chain_len[usize::from(head)]);
-        let mut last = head;
-        while self.next[usize::from(last)] != END {
-            last = self.next[usize::from(last)];
-        }
-        self.next[usize::from(last)] = self.free_head;
-        self.free_head = head;
-        self.free_len += len;
     }
 
     /// Tells the device that no call is needed: the driver polls.

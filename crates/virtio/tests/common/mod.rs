@@ -76,10 +76,10 @@ pub(crate) fn poll_with(ring: &mut device::TxRing, limit: BurstLimit) -> Polled 
     let frames = (0..burst.batch.len())
         .map(|index| gather(&burst.batch.frame(index)))
         .collect::<Vec<_>>();
-    let units = burst.returns.units();
-    burst.returns.finish(frames.len());
-    let drops: Vec<_> = burst.returns.drops().collect();
-    let chains = burst.returns.chains();
+    let units = burst.returns().units();
+    let returns = burst.finish(frames.len());
+    let drops: Vec<_> = returns.drops().collect();
+    let chains = returns.chains();
     assert_eq!(chains as usize, frames.len() + drops.len());
     assert!(units >= chains, "{units} units for {chains} chains");
     Polled {
