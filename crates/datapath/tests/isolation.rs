@@ -482,3 +482,29 @@ fn a_wild_rx_index_breaks_that_queue_alone() {
     });
     assert_eq!(port_name(BAD), BAD_PORT);
 }
+
+/// Copies of flooded frames are work: a guest that broadcasts gets as many
+/// frames into a visit as their copies leave of its budget, and no frame is
+/// lost or doubled by being cut off the burst.
+#[test]
+fn b56_floods_end_a_visit_by_their_copies() {
+    let mut plan = plan(9, 1);
+    plan.ports[0].budget.packets = PacketBudget::Units(64);
+    let mut bed = Bed::with(config(), &plan, &[GuestSpec::default(); 9]);
+    bed.teach();
+    let before = bed.worker(0);
+    let stopped = bed.switch.port("p0").unwrap().stop_rx().unwrap();
+    for _ in 0..64 {
+        assert!(bed.station(0).send(EVERYBODY, BYTES));
+    }
+    bed.station(0).publish();
+    bed.switch.port("p0").unwrap().start_rx(stopped).unwrap();
+    bed.settle();
+    // 8 copies of a frame: 8 frames are 64 units.
+    let after = bed.worker(0).since(&before);
+    assert_eq!((after.frames, after.batches, after.visits), (64, 8, 8));
+    for station in 1..9 {
+        assert_eq!(bed.counters(station).tx_drops(), 0);
+    }
+    assert_eq!(bed.counters(0).rx_drops(), 0);
+}

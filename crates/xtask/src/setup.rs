@@ -98,6 +98,48 @@ pub(crate) fn prepare(layers: &[Layer], install: bool, limit: Duration) -> Tools
     tools
 }
 
+/// Huge pages of 2 MiB that tests map; without them such a test is skipped.
+const HUGE_PAGE_COUNT: u32 = 512;
+const HUGE_PAGES_FILE: &str = "/proc/sys/vm/nr_hugepages";
+
+/// Huge pages that were set aside for the tests and are given back at the end.
+#[derive(Debug)]
+pub(crate) struct HugePages {
+    before: Option<String>,
+}
+
+impl HugePages {
+    /// Sets huge pages aside if there are none, tests will run, and this is
+    /// root on a kernel that has them.
+    pub(crate) fn set_aside(layers: &[Layer], install: bool) -> Self {
+        let nothing = Self { before: None };
+        if !install || !layers.contains(&Layer::Test) {
+            return nothing;
+        }
+        let Ok(before) = fs::read_to_string(HUGE_PAGES_FILE) else {
+            return nothing;
+        };
+        if before.trim() != "0" || fs::write(HUGE_PAGES_FILE, HUGE_PAGE_COUNT.to_string()).is_err()
+        {
+            return nothing;
+        }
+        println!("huge pages: {HUGE_PAGE_COUNT} asked for");
+        Self {
+            before: Some(before),
+        }
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Some(before) = &self.before
+            && let Err(error) = fs::write(HUGE_PAGES_FILE, before)
+        {
+            eprintln!("cannot give the huge pages back ({HUGE_PAGES_FILE}): {error}");
+        }
+    }
+}
+
 impl Need {
     const fn name(self) -> &'static str {
         match self {

@@ -9,7 +9,8 @@ pub(crate) mod events;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pollux_datapath::{
-    Plan, PlannedMode, PortCounters, PortPlan, Switch, SwitchConfig, Time, WorkerPlan,
+    Plan, PlannedMode, PortCounters, PortPlan, Switch, SwitchConfig, Time, WorkerCounters,
+    WorkerPlan,
 };
 use pollux_packet::DropReason;
 use pollux_switch::{FdbConfig, MacVlan};
@@ -162,6 +163,11 @@ impl Bed {
         self.switch
             .port_counters(&port_name(station))
             .expect("the port is in the plan")
+    }
+
+    pub(crate) fn worker(&self, worker: u16) -> WorkerCounters {
+        let snapshot = self.switch.worker_counters(&worker_name(worker));
+        snapshot.expect("the worker runs").worker
     }
 
     pub(crate) fn drops(&self, station: u16, reason: DropReason) -> u64 {
