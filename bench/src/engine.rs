@@ -79,6 +79,9 @@ struct Sample {
     /// Distance of the cores before and after: a sample counts for a state only
     /// if both agree.
     ping_pong_ns: [f64; 2],
+    /// Ticks of a step of independent instructions before and after: high when
+    /// somebody shares the worker's core.
+    issue_ticks: [f64; 2],
     mpps: f64,
     gbps: f64,
     cycles_per_packet: f64,
@@ -95,8 +98,13 @@ struct CaseReport {
     cycles_per_packet_min: f64,
     cycles_per_packet_median: f64,
     cycles_per_packet_max: f64,
+    /// Samples before and after which nobody shared the worker's core, and the
+    /// median of these.
+    quiet_samples: usize,
+    quiet_cycles_per_packet_median: Option<f64>,
     mpps_median: f64,
     packets_per_batch_median: f64,
+    issue_ticks_median: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -148,12 +156,18 @@ pub(crate) fn run(args: &EngineArgs) -> anyhow::Result<()> {
                 state,
                 Sample {
                     ping_pong_ns: [machine.ping_pong_ns(), after.ping_pong_ns()],
+                    issue_ticks: [machine.issue_ticks, after.issue_ticks],
                     ..measured
                 },
             ));
             machine = after;
         }
     }
+    let fastest = samples
+        .iter()
+        .flatten()
+        .flat_map(|(_, sample)| sample.issue_ticks)
+        .fold(f64::INFINITY, f64::min);
     let report = Report {
         schema: 1,
         machine,
@@ -165,7 +179,7 @@ pub(crate) fn run(args: &EngineArgs) -> anyhow::Result<()> {
         cases: cases
             .iter()
             .zip(samples)
-            .flat_map(|(case, samples)| by_state(*case, samples))
+            .flat_map(|(case, samples)| by_state(*case, samples, fastest))
             .collect(),
     };
     if args.json {
@@ -176,7 +190,11 @@ pub(crate) fn run(args: &EngineArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn by_state(case: Case, samples: Vec<(&'static str, Sample)>) -> Vec<CaseReport> {
+/// A sample is quiet if its steps of independent instructions took at most this
+/// much longer than the fastest of the run.
+const QUIET: f64 = 1.05;
+
+fn by_state(case: Case, samples: Vec<(&'static str, Sample)>, fastest: f64) -> Vec<CaseReport> {
     let mut states: Vec<_> = samples.iter().map(|(state, _)| *state).collect();
     states.sort_unstable();
     states.dedup();
@@ -192,6 +210,12 @@ fn by_state(case: Case, samples: Vec<(&'static str, Sample)>) -> Vec<CaseReport>
             figures
         };
         let cycles = of(|s| s.cycles_per_packet);
+        let mut quiet: Vec<f64> = samples
+            .iter()
+            .filter(|s| s.issue_ticks.iter().all(|&ticks| ticks <= fastest * QUIET))
+            .map(|s| s.cycles_per_packet)
+            .collect();
+        quiet.sort_by(f64::total_cmp);
         let median = |figures: &[f64]| figures[figures.len() / 2];
         CaseReport {
             case,
@@ -199,8 +223,11 @@ fn by_state(case: Case, samples: Vec<(&'static str, Sample)>) -> Vec<CaseReport>
             cycles_per_packet_min: cycles[0],
             cycles_per_packet_median: median(&cycles),
             cycles_per_packet_max: cycles[cycles.len() - 1],
+            quiet_samples: quiet.len(),
+            quiet_cycles_per_packet_median: quiet.get(quiet.len() / 2).copied(),
             mpps_median: median(&of(|s| s.mpps)),
             packets_per_batch_median: median(&of(|s| s.packets_per_batch)),
+            issue_ticks_median: median(&of(|s| (s.issue_ticks[0] + s.issue_ticks[1]) / 2.0)),
             samples,
         }
     };
@@ -270,6 +297,7 @@ fn measure(args: &EngineArgs, case: Case) -> anyhow::Result<Sample> {
     };
     Ok(Sample {
         ping_pong_ns: [0.0; 2],
+        issue_ticks: [0.0; 2],
         mpps,
         gbps,
         cycles_per_packet,
@@ -421,7 +449,7 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "{:>6} {:>6} {:>6} {:>8} {:>9} {:>9} {:>22} {:>8}",
+            "{:>6} {:>6} {:>6} {:>8} {:>9} {:>9} {:>25} {:>11} {:>9}",
             "bytes",
             "batch",
             "state",
@@ -429,13 +457,17 @@ impl fmt::Display for Report {
             "Mpps",
             "Gbit/s",
             "cycles/packet min-med-max",
+            "quiet n-med",
             "pkt/batch"
         )?;
         for case in &self.cases {
             let gbps = case.mpps_median * f64::from(case.case.frame_bytes) * 8.0 / 1e3;
+            let quiet = case
+                .quiet_cycles_per_packet_median
+                .map_or_else(|| "-".to_owned(), |cycles| format!("{cycles:.1}"));
             writeln!(
                 f,
-                "{:>6} {:>6} {:>6} {:>8} {:>9.2} {:>9.2} {:>8.1} {:>7.1} {:>7.1} {:>10.1}",
+                "{:>6} {:>6} {:>6} {:>8} {:>9.2} {:>9.2} {:>9.1} {:>7.1} {:>7.1} {:>5} {:>5} {:>9.1}",
                 case.case.frame_bytes,
                 case.case.batch,
                 case.state,
@@ -445,6 +477,8 @@ impl fmt::Display for Report {
                 case.cycles_per_packet_min,
                 case.cycles_per_packet_median,
                 case.cycles_per_packet_max,
+                case.quiet_samples,
+                quiet,
                 case.packets_per_batch_median,
             )?;
         }

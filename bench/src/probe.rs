@@ -139,6 +139,10 @@ pub(crate) struct MachineState {
     pub(crate) distance: Distance,
     /// `None` when there is only one core.
     pub(crate) ping_pong: Option<PingPong>,
+    /// Clock ticks for a step of independent instructions on the first core:
+    /// see [`issue`](crate::issue). More than at other times says that somebody
+    /// shares the core.
+    pub(crate) issue_ticks: f64,
     /// During the probe: other than zero says that `ping_pong` may be off.
     pub(crate) disturbance: Disturbance,
     pub(crate) cpu_model: String,
@@ -162,6 +166,9 @@ impl MachineState {
     pub(crate) fn probe() -> anyhow::Result<Self> {
         let clock = Clock::calibrate();
         let usable_cores = pollux_sys::available_cores();
+        let issue_ticks = on_core(usable_cores.first().copied(), move || {
+            crate::issue::ticks_per_step(&clock)
+        })?;
         let (ping_pong, disturbance) = match usable_cores[..] {
             [first, second, ..] => {
                 let (ping_pong, disturbance) = measure_ping_pong(&clock, [first, second])?;
@@ -173,6 +180,7 @@ impl MachineState {
             schema: SCHEMA,
             distance: Distance::classify(ping_pong.as_ref()),
             ping_pong,
+            issue_ticks,
             disturbance,
             cpu_model: cpu_model(&read("/proc/cpuinfo")?)
                 .unwrap_or("unknown")
@@ -211,6 +219,7 @@ impl fmt::Display for MachineState {
                  (median of {ROUND_COUNT} rounds from {min_ns:.0} to {max_ns:.0})"
             )?;
         }
+        write!(f, "\nissue        {:.2} ticks a step", self.issue_ticks)?;
         let Disturbance {
             steal_ns,
             involuntary_switch_count,
@@ -251,6 +260,21 @@ impl SharedLine {
     fn wait_for(&self, value: u32) {
         while self.0.load(Ordering::Acquire) != value {}
     }
+}
+
+/// Runs `measure` on a thread of its own, pinned to `core`.
+fn on_core(core: Option<usize>, measure: impl FnOnce() -> f64 + Send) -> anyhow::Result<f64> {
+    thread::scope(|scope| {
+        let measuring = scope.spawn(move || -> anyhow::Result<f64> {
+            if let Some(core) = core {
+                pollux_sys::pin_current_thread(core)?;
+            }
+            Ok(measure())
+        });
+        measuring
+            .join()
+            .map_err(|_| anyhow::anyhow!("the measuring thread panicked"))?
+    })
 }
 
 /// Measures on two threads of its own, so that the caller stays unpinned.

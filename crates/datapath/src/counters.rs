@@ -52,7 +52,7 @@ impl PortCounters {
         self.tx_frames += u64::from(transmitted.frames);
         self.tx_bytes += transmitted.bytes;
         if transmitted.dropped != 0 {
-            self.drops.merge(&transmitted.drops);
+            self.drops.add_burst(&transmitted.drops);
         }
     }
 

@@ -1,6 +1,6 @@
 //! The terms in which every kind of port receives and transmits.
 
-use crate::{DropCounts, DropReason};
+use crate::{BurstDrops, DropReason};
 
 /// Where a burst ends; at least one frame is taken if there is one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct Transmitted {
     /// Frames that the destination did not get.
     pub dropped: u32,
     /// Why. All zero if `dropped` is 0.
-    pub drops: DropCounts,
+    pub drops: BurstDrops,
 }
 
 impl Transmitted {
@@ -44,6 +44,6 @@ impl Transmitted {
     #[inline]
     pub fn drop_frames(&mut self, frames: u32, reason: DropReason) {
         self.dropped += frames;
-        self.drops.add(reason, u64::from(frames));
+        self.drops.add(reason, frames);
     }
 }

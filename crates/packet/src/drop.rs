@@ -126,11 +126,37 @@ impl DropCounts {
         }
     }
 
+    /// Adds all of a burst's.
+    pub fn add_burst(&mut self, burst: &BurstDrops) {
+        for (mine, theirs) in self.0.iter_mut().zip(burst.0) {
+            *mine += u64::from(theirs);
+        }
+    }
+
     /// Every reason with its count.
     pub fn iter(&self) -> impl Iterator<Item = (DropReason, u64)> + '_ {
         DropReason::ALL
             .iter()
             .map(|&reason| (reason, self.get(reason)))
+    }
+}
+
+/// Like [`DropCounts`] for one burst: small, since it is made for each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BurstDrops([u16; DropReason::COUNT]);
+
+impl BurstDrops {
+    /// Adds `frames` to `reason`; a burst has at most 64.
+    #[inline]
+    pub fn add(&mut self, reason: DropReason, frames: u32) {
+        let count = &mut self.0[reason as usize];
+        *count = count.saturating_add(u16::try_from(frames).unwrap_or(u16::MAX));
+    }
+
+    /// Frames dropped for `reason`.
+    #[must_use]
+    pub fn get(&self, reason: DropReason) -> u64 {
+        self.0[reason as usize].into()
     }
 }
 
@@ -156,9 +182,14 @@ mod tests {
         let mut counts = DropCounts::default();
         counts.add(DropReason::Runt, 2);
         counts.add(DropReason::RxRingFull, 3);
+        let mut burst = BurstDrops::default();
+        burst.add(DropReason::Runt, 2);
+        burst.add(DropReason::RxRingFull, 3);
         let mut sum = counts;
         sum.merge(&counts);
         assert_eq!(sum.total(DropSide::Rx), 4);
+        counts.add_burst(&burst);
+        assert_eq!(counts, sum);
         assert_eq!(sum.total(DropSide::Tx), 6);
         assert!(!sum.is_empty());
     }

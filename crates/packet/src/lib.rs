@@ -24,7 +24,7 @@ mod span;
 
 pub use batch::{Batch, BatchStore, Frame, FrameReader, OpenFrame, SpansFull};
 pub use burst::{BurstLimit, Transmitted};
-pub use drop::{DropCounts, DropReason, DropSide};
+pub use drop::{BurstDrops, DropCounts, DropReason, DropSide};
 pub use frame_set::FrameSet;
 pub use offload::{NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, Offload};
 pub use span::{Span, SpanMut};
