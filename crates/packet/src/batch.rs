@@ -264,7 +264,7 @@ impl<'q> Batch<'q> {
     /// must not be reached: its spans may lead nowhere.
     #[inline]
     fn parts(&self, index: usize) -> (&Head, &Meta) {
-        assert!(index < self.frames_len, "no frame {index} in the batch");
+        assert!(index < self.frames_len, "no such frame in the batch");
         // `frames_len <= BATCH_MAX`, which the compiler does not know.
         let index = index % BATCH_MAX;
         (&self.store.heads[index], &self.store.metas[index])
