@@ -71,11 +71,7 @@ impl PortCounters {
     /// What was counted since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
-        let mut words = self.to_words();
-        for (word, before) in words.iter_mut().zip(earlier.to_words()) {
-            *word = word.wrapping_sub(before);
-        }
-        Self::from_words(&words)
+        Self::from_words(&difference(self.to_words(), earlier.to_words()))
     }
 
     /// Frames received from the port and dropped.
@@ -126,6 +122,11 @@ impl PortCounters {
     }
 }
 
+/// Counts of `now` less those of `earlier`.
+fn difference<const N: usize>(now: [u64; N], earlier: [u64; N]) -> [u64; N] {
+    std::array::from_fn(|index| now[index].wrapping_sub(earlier[index]))
+}
+
 /// What a worker did with its time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerCounters {
@@ -153,11 +154,7 @@ impl WorkerCounters {
     /// What was counted since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
-        let mut words = self.to_words();
-        for (word, before) in words.iter_mut().zip(earlier.to_words()) {
-            *word = word.wrapping_sub(before);
-        }
-        Self::from_words(&words)
+        Self::from_words(&difference(self.to_words(), earlier.to_words()))
     }
 
     /// Clock ticks spent on each chain received; `None` before the first.

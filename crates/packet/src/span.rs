@@ -18,22 +18,22 @@ pub struct Span<'a> {
 
 /// Like [`Span`], writable too.
 #[derive(Clone, Copy, Debug)]
-pub struct SpanMut<'a> {
-    ptr: *mut u8,
-    len: u32,
-    memory: PhantomData<&'a [AtomicU8]>,
-}
+pub struct SpanMut<'a>(
+    /// Made from a pointer that may be written through.
+    Span<'a>,
+);
 
 // SAFETY: a span is a shared borrow of bytes that anyone may change, like
-// `&[AtomicU8]`, which is Send.
+// `&[AtomicU8]`, which is Send. Copies through it may race with the peer's
+// writes by definition.
 unsafe impl Send for Span<'_> {}
-// SAFETY: as for `Span`; writes through it are plain copies that may race with
-// the peer's by definition.
-unsafe impl Send for SpanMut<'_> {}
-
 impl<'a> Span<'a> {
     /// No byte.
-    pub const EMPTY: Self = SpanMut::EMPTY.as_span();
+    pub const EMPTY: Self = Self {
+        ptr: std::ptr::null(),
+        len: 0,
+        memory: PhantomData,
+    };
 
     /// # Safety
     /// `ptr..ptr + len` must stay mapped and readable for `'a`, and lie in
@@ -137,20 +137,16 @@ impl<'a> Span<'a> {
     /// If `to` is shorter.
     #[inline]
     pub fn copy_to(self, to: SpanMut<'_>) {
-        assert!(self.len <= to.len, "copy past the end of a span");
+        assert!(self.len <= to.0.len, "copy past the end of a span");
         // SAFETY: both lengths were just checked against the spans' invariants.
         // `copy::body` allows overlap: two regions of a guest may be one file.
-        unsafe { copy::body(self.ptr, to.ptr, self.len as usize) };
+        unsafe { copy::body(self.ptr, to.0.ptr.cast_mut(), self.len as usize) };
     }
 }
 
 impl<'a> SpanMut<'a> {
     /// No byte.
-    pub const EMPTY: Self = Self {
-        ptr: std::ptr::null_mut(),
-        len: 0,
-        memory: PhantomData,
-    };
+    pub const EMPTY: Self = Self(Span::EMPTY);
 
     /// # Safety
     /// `ptr..ptr + len` must stay mapped, readable and writable for `'a`, and
@@ -158,65 +154,50 @@ impl<'a> SpanMut<'a> {
     #[inline]
     #[must_use]
     pub const unsafe fn new(ptr: *mut u8, len: u32) -> Self {
-        Self {
-            ptr,
-            len,
-            memory: PhantomData,
-        }
+        // SAFETY: as the caller's.
+        Self(unsafe { Span::new(ptr, len) })
     }
 
     /// Length in bytes.
     #[inline]
     #[must_use]
     pub const fn len(self) -> u32 {
-        self.len
+        self.0.len
     }
 
     /// True for length 0.
     #[inline]
     #[must_use]
     pub const fn is_empty(self) -> bool {
-        self.len == 0
+        self.0.is_empty()
     }
 
     /// Address, for prefetching.
     #[inline]
     #[must_use]
     pub const fn as_ptr(self) -> *const u8 {
-        self.ptr
+        self.0.ptr
     }
 
     /// The same bytes, read only.
     #[inline]
     #[must_use]
     pub const fn as_span(self) -> Span<'a> {
-        Span {
-            ptr: self.ptr,
-            len: self.len,
-            memory: PhantomData,
-        }
+        self.0
     }
 
     /// Everything behind the first `bytes` (nothing if it is shorter).
     #[inline]
     #[must_use]
     pub fn skip(self, bytes: u32) -> Self {
-        let bytes = bytes.min(self.len);
-        Self {
-            ptr: self.ptr.wrapping_add(bytes as usize),
-            len: self.len - bytes,
-            memory: PhantomData,
-        }
+        Self(self.0.skip(bytes))
     }
 
     /// The first `bytes` (all if it is shorter).
     #[inline]
     #[must_use]
     pub fn first(self, bytes: u32) -> Self {
-        Self {
-            len: self.len.min(bytes),
-            ..self
-        }
+        Self(self.0.first(bytes))
     }
 
     /// Writes private bytes to the start of the span.
@@ -226,12 +207,12 @@ impl<'a> SpanMut<'a> {
     #[inline]
     pub fn write(self, bytes: &[u8]) {
         assert!(
-            bytes.len() <= self.len as usize,
+            bytes.len() <= self.0.len as usize,
             "write past the end of a span"
         );
         // SAFETY: the length was just checked; private memory does not overlap
         // shared memory.
-        unsafe { copy::private(bytes.as_ptr(), self.ptr, bytes.len()) };
+        unsafe { copy::private(bytes.as_ptr(), self.0.ptr.cast_mut(), bytes.len()) };
     }
 }
 
