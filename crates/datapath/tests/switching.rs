@@ -4,7 +4,7 @@
 mod common;
 
 use common::{BYTES, Bed, attach, config, cross_connect, key, plan, port_name};
-use pollux_datapath::{PlannedMode, QueueState, SwitchConfig};
+use pollux_datapath::{PlannedMode, QueueState, SwitchConfig, Time};
 use pollux_packet::DropReason;
 use pollux_switch::{FdbConfig, MacVlan};
 use pollux_testkit::{Device, EVERYBODY, GuestSpec, Random, mac_of, plain_frame, skip, wait_until};
@@ -317,6 +317,24 @@ fn addresses_age_and_are_refreshed() {
     assert_eq!(known(&bed), [true, false, false]);
     bed.send(0, 1, 1);
     assert_eq!(received(&bed, 0, 1), [0, 2, 1], "flooded again");
+    assert_eq!(bed.switch.fdb().stats().aged, 2);
+}
+
+#[test]
+fn in_real_time_addresses_age_by_themselves() {
+    let config = SwitchConfig {
+        fdb: FdbConfig {
+            ageing_seconds: 1,
+            ..config().fdb
+        },
+        time: Time::Real,
+        ..config()
+    };
+    let mut bed = Bed::with(config, &plan(2, 1), &[GuestSpec::default(); 2]);
+    bed.teach();
+    wait_until("both addresses are forgotten", || {
+        bed.switch.fdb().stats().learned_entries == 0
+    });
     assert_eq!(bed.switch.fdb().stats().aged, 2);
 }
 
