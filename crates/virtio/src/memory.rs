@@ -70,12 +70,12 @@ pub struct Region {
 impl Region {
     /// Maps a region of a frontend's file.
     ///
-    /// The mapping may start earlier than the region, so that it starts on a
-    /// page as the kernel wants it.
+    /// The offset in the file has to be a multiple of the page size, as
+    /// frontends send it.
     ///
     /// # Errors
-    /// If the region is empty, wraps or lies outside the file, or the kernel
-    /// refuses.
+    /// If the region is empty, wraps, lies outside the file or starts inside a
+    /// page of it, or if the kernel refuses.
     pub fn map(fd: BorrowedFd<'_>, place: RegionPlace) -> Result<Self, MemoryError> {
         let RegionPlace {
             guest_addr,

@@ -75,7 +75,7 @@ struct Slot {
 }
 
 /// Free descriptors, the last freed first: it and its buffer are the likeliest
-/// to be in the cache. (Oldest first, as DPDK has it, was tried: 15 % slower.)
+/// to be in the cache.
 #[derive(Debug)]
 struct FreeList {
     entries: Box<[u16]>,
