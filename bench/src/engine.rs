@@ -344,7 +344,7 @@ fn start(args: &EngineArgs, case: Case, spec: GuestSpec) -> anyhow::Result<(Swit
     switch.apply(&plan)?;
     let mut sides = Vec::new();
     for (index, name) in PORTS.iter().enumerate() {
-        let mut guest = Guest::new(spec);
+        let mut guest = Guest::new(spec).expect("guest memory");
         guest.tx.prepare(|head, span| {
             let frame = frame(MACS[1 - index], MACS[index], span.len(), head);
             span.write(&frame);

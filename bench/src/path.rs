@@ -43,8 +43,8 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
         buffer_bytes: 2048.max(args.size + 12).next_multiple_of(64),
         ..GuestSpec::default()
     };
-    let mut a = Guest::new(spec);
-    let mut b = Guest::new(spec);
+    let mut a = Guest::new(spec).expect("guest memory");
+    let mut b = Guest::new(spec).expect("guest memory");
     let (mut from_a, _) = a.device();
     let (_, mut to_b) = b.device();
     a.tx.ring().suppress_calls();

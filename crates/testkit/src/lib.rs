@@ -2,7 +2,6 @@
 //! need, and nothing that runs in production.
 
 mod alloc;
-mod guest;
 mod random;
 mod raw;
 mod skip;
@@ -10,7 +9,7 @@ mod traffic;
 mod wait;
 
 pub use alloc::CountingAllocator;
-pub use guest::{GUEST_BASE, Guest, GuestSpec};
+pub use pollux_virtio::driver::{GUEST_BASE, Guest, GuestSpec};
 pub use random::Random;
 pub use raw::{RawDesc, RawRing, RawUsed};
 pub use skip::skip;

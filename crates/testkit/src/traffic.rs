@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use pollux_virtio::device::{self, RingConfig};
-use pollux_virtio::driver::{ChainShape, NetConfig};
+use pollux_virtio::driver::{ChainShape, Guest, GuestSpec, NetConfig};
 use pollux_virtio::{GuestMemory, RingAreas};
 
-use crate::guest::{Guest, GuestSpec};
 use crate::random::Random;
 use crate::raw::RawRing;
 
@@ -264,7 +263,7 @@ impl Station {
     /// A guest that posts no receive buffers before it is [polled](Self::poll).
     #[must_use]
     pub fn without_buffers(number: u16, spec: GuestSpec) -> Self {
-        let mut guest = Guest::new(spec);
+        let mut guest = Guest::new(spec).expect("guest memory");
         guest.tx.ring().suppress_calls();
         guest.rx.ring().suppress_calls();
         Self {

@@ -252,7 +252,7 @@ fn memory_cut_before_a_burst_is_received() {
 fn memory_cut_between_receive_and_finish() {
     for base in BASES {
         let mut world = based(base);
-        let mut honest = Guest::new(GuestSpec::default());
+        let mut honest = Guest::new(GuestSpec::default()).expect("guest memory");
         let (_, mut honest_rx) = honest.device();
         honest.rx.refill();
         honest.rx.publish();
@@ -348,14 +348,14 @@ fn memory_cut_in_one_of_several_regions() {
 
 #[test]
 fn a_ring_in_memory_that_was_cut_before_it_started() {
-    let guest = Guest::new(GuestSpec::default());
+    let guest = Guest::new(GuestSpec::default()).expect("guest memory");
     truncate(&guest);
     let (mut tx, mut rx) = guest.device();
     assert_eq!(poll(&mut tx).chains, 0);
     assert_eq!(tx.fault(), Some(RingFault::MemoryTruncated));
     assert_eq!(transmit(&mut rx, &[frame(1, 60)]).frames, 0);
     assert_eq!(rx.fault(), Some(RingFault::MemoryTruncated));
-    let mut honest = Guest::new(GuestSpec::default());
+    let mut honest = Guest::new(GuestSpec::default()).expect("guest memory");
     let (mut tx, _) = honest.device();
     honest
         .tx
@@ -373,7 +373,8 @@ fn a_frame_behind_an_exactly_full_store_comes_with_the_next_burst() {
         ring_size: 256,
         table_len: 256,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let (mut device_tx, _) = guest.device();
     let cuts = [2; 255];
     // 2 x 256 + 64 pieces and one for the region: 577 places.
@@ -408,7 +409,8 @@ fn a_long_chain_that_is_too_small_is_walked_once() {
         features,
         buffer_bytes: 4096,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let (_, mut device_rx) = guest.device();
     let mut cuts = vec![0; 1000];
     cuts[0] = 12;

@@ -229,8 +229,9 @@ fn lie_for(time: Duration, seed: u64, features: Features) {
         features,
         regions: 2,
         ..GuestSpec::default()
-    });
-    let mut honest = Guest::new(GuestSpec::default());
+    })
+    .expect("guest memory");
+    let mut honest = Guest::new(GuestSpec::default()).expect("guest memory");
     for config in [honest.rx_config(), honest.tx_config()] {
         let start = config.tables_addr;
         let end =
@@ -369,7 +370,7 @@ fn b06_a_net_header_that_flips() {
     let _alone = alone();
     // One joined frame whose header flips between nothing and everything: it is
     // delivered without offload or dropped.
-    let guest = Guest::new(GuestSpec::default());
+    let guest = Guest::new(GuestSpec::default()).expect("guest memory");
     let (mut device, _) = guest.device();
     let memory = as_the_guest_sees_it(&guest);
     let config = guest.tx_config();
@@ -435,7 +436,8 @@ fn b17_b58_no_call_and_no_kick_is_missed() {
             features,
             base: 65_000,
             ..GuestSpec::default()
-        });
+        })
+        .expect("guest memory");
         let (call, called) = notification();
         let (kick, kicked) = notification();
         let (mut device, _) = guest.device_with_calls(Some(call), None);
@@ -508,7 +510,8 @@ fn arm_at_any_moment(features: Features, driver_arms: bool, time: Duration) {
         features,
         base: 65_000,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let [call, kick] = [(); 2].map(|()| EventFd::new().expect("eventfd"));
     let (mut device, _) = guest.device_with_calls(call.try_clone().ok(), None);
     let stop = AtomicBool::new(false);
@@ -593,7 +596,8 @@ fn b20_the_used_index_is_never_torn() {
         ring_size: 256,
         base: BASE,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let (_, mut device) = guest.device();
     let memory = as_the_guest_sees_it(&guest);
     let ring = RawRing::new(memory, guest.rx_config().areas, 0);

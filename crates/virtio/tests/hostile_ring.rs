@@ -244,7 +244,8 @@ fn b27_all_of_a_frames_buffers_or_none() {
         ring_size: 32,
         base: 65_000,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let (_, mut device) = guest.device();
     let needs_five = frame(1, 5 * 100 - 12);
     // Round the 16-bit positions more than once.

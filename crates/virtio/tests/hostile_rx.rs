@@ -75,7 +75,8 @@ fn b13_one_frame_in_a_thousand_chains_behind_a_full_batch() {
         ring_size: 2048,
         buffer_bytes: 64,
         ..GuestSpec::default()
-    });
+    })
+    .expect("guest memory");
     let (_, mut device) = guest.device();
     assert_eq!(guest.rx.refill(), 2048);
     guest.rx.publish();

@@ -23,6 +23,7 @@ fn guest(features: Features, base: u16) -> Guest {
         base,
         ..GuestSpec::default()
     })
+    .expect("guest memory")
 }
 
 fn send(guest: &mut Guest, seed: u32, len: u32) {

@@ -31,7 +31,10 @@ struct Link {
 
 impl Link {
     fn new(a: GuestSpec, b: GuestSpec) -> Self {
-        let (guest_a, guest_b) = (Guest::new(a), Guest::new(b));
+        let (guest_a, guest_b) = (
+            Guest::new(a).expect("guest memory"),
+            Guest::new(b).expect("guest memory"),
+        );
         let (a_tx, _) = guest_a.device();
         let (_, b_rx) = guest_b.device();
         Self {

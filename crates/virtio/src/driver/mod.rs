@@ -3,10 +3,13 @@
 //!
 //! [`DriverRing`] puts chains of buffers into a ring and takes them back;
 //! [`TxRing`] and [`RxRing`] send and receive Ethernet frames through one, with
-//! one buffer of guest memory for each descriptor.
+//! one buffer of guest memory for each descriptor; a [`Guest`] is both, with the
+//! memory around them.
 
+mod guest;
 mod net;
 mod ring;
 
+pub use guest::{GUEST_BASE, Guest, GuestError, GuestSpec, USER_BASE};
 pub use net::{ChainShape, NetConfig, NetError, Received, RxRing, TxRing};
 pub use ring::{Buffer, DriverError, DriverRing, Used};

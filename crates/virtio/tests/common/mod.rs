@@ -127,8 +127,8 @@ impl World {
 
     /// With an eventfd for each ring that is written by hand.
     pub(crate) fn with_calls(spec: GuestSpec, tx: Option<&EventFd>, rx: Option<&EventFd>) -> Self {
-        let guest = Guest::new(spec);
-        let other = Guest::new(GuestSpec::default());
+        let guest = Guest::new(spec).expect("guest memory");
+        let other = Guest::new(GuestSpec::default()).expect("guest memory");
         let [tx, rx] = [tx, rx].map(|fd| fd.map(|fd| fd.try_clone().expect("dup")));
         let (device_tx, device_rx) = guest.device_with_calls(tx, rx);
         let (other_tx, other_rx) = other.device();

@@ -123,7 +123,7 @@ pub(crate) struct Twin {
 
 impl Twin {
     pub(crate) fn new(setup: Setup, tx: bool) -> Self {
-        let guest = Guest::new(setup.spec);
+        let guest = Guest::new(setup.spec).expect("guest memory");
         let config = if tx {
             guest.tx_config()
         } else {
