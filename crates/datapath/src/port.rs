@@ -1,5 +1,6 @@
 //! What a port is to a worker.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering, fence};
@@ -9,7 +10,10 @@ use pollux_switch::{Fdb, PortRef};
 use pollux_sys::RingCell;
 
 /// A queue of either direction. It belongs to whoever holds its cell.
-pub trait Queue: Send {
+///
+/// `Any`, so that the owner of a device finds its own type again in a queue that
+/// it stops or changes.
+pub trait Queue: Send + Any {
     /// True if the queue does nothing until it is set up anew.
     fn is_broken(&self) -> bool;
 
@@ -196,6 +200,20 @@ impl<Q: Queue + ?Sized> QueueSlot<Q> {
         })
     }
 
+    /// Changes the queue that is there, if one is.
+    fn change<R>(&self, change: impl FnOnce(&mut Q) -> R) -> Option<R> {
+        self.cell.control(|slot| {
+            let queue = slot.as_deref_mut()?;
+            let result = change(queue);
+            match (queue.is_broken(), self.status.get()) {
+                (false, _) => self.status.set(Status::RUNNING),
+                (true, Status::RUNNING) => self.status.set(Status::BROKEN),
+                (true, _) => {}
+            }
+            Some(result)
+        })
+    }
+
     fn state(&self) -> QueueState {
         match self.status.get() {
             Status::STOPPED => QueueState::Stopped,
@@ -317,11 +335,23 @@ impl Port {
         queue
     }
 
+    /// Changes the queue that the switch receives from, if there is one: no worker is
+    /// in it meanwhile, and it goes on afterwards. So `change` should be short.
+    pub fn change_rx<R>(&self, change: impl FnOnce(&mut dyn RxQueue) -> R) -> Option<R> {
+        self.rx.change(change)
+    }
+
     /// State of the queue that the switch receives from. Asking disturbs no
     /// worker.
     #[must_use]
     pub fn rx_state(&self) -> QueueState {
         self.rx.state()
+    }
+
+    /// Changes the queue that the switch transmits through, if there is one: no worker is
+    /// in it meanwhile, and it goes on afterwards. So `change` should be short.
+    pub fn change_tx<R>(&self, change: impl FnOnce(&mut dyn TxQueue) -> R) -> Option<R> {
+        self.tx.change(change)
     }
 
     /// State of the queue that the switch transmits through. Asking disturbs no

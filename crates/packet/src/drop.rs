@@ -59,6 +59,9 @@ drop_reasons! {
     /// Offload request that was not negotiated or is inconsistent.
     BadOffload = "bad-offload", Rx,
         "the virtio-net header asks for an offload that was not negotiated or does not fit the frame";
+    /// The queue is started and disabled (vhost-user, "Ring states").
+    QueueDisabled = "queue-disabled", Rx,
+        "the frontend has disabled the guest's transmit queue: what the guest sends is discarded";
     /// Destination 01:80:C2:00:00:00 to 0F (IEEE 802.1Q table 8-1).
     ReservedMulticast = "reserved-multicast", Rx,
         "link-local control frame (01:80:C2:00:00:0x), which a bridge does not forward";

@@ -7,7 +7,7 @@ use pollux_packet::{
     Batch, BurstLimit, DropReason, Frame, FrameReader, FrameSet, NET_HEADER_BYTES, SpanMut,
     Transmitted,
 };
-use pollux_sys::prefetch_write;
+use pollux_sys::{EventFd, prefetch_write};
 
 use super::split::{Chains, SplitDevice};
 use super::tx_ring::units_of_chain;
@@ -15,7 +15,7 @@ use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
 use crate::spec::DescFlags;
-use crate::split::{Descriptor, RingError, UsedEntry};
+use crate::split::{Descriptor, RingAreas, RingError, UsedEntry};
 
 /// The device half of a guest RX ring.
 #[derive(Debug)]
@@ -127,6 +127,28 @@ impl RxRing {
             report.drop_frames(set.count(), DropReason::PortDown);
         }
         report
+    }
+
+    /// Moves a ring that goes on: to `areas` in `memory`, at the same
+    /// positions. The size has to stay.
+    ///
+    /// # Errors
+    /// If the areas are not whole and aligned in `memory`; the ring is unchanged.
+    pub fn relocate(
+        &mut self,
+        memory: Arc<GuestMemory>,
+        areas: RingAreas,
+    ) -> Result<(), RingError> {
+        self.device.relocate(Arc::clone(&memory), areas)?;
+        self.memory = memory;
+        self.short = None;
+        Ok(())
+    }
+
+    /// Changes whom the ring calls, and returns whom it called until now. The
+    /// next publication calls.
+    pub fn set_call(&mut self, call: Option<EventFd>) -> Option<EventFd> {
+        self.device.set_call(call)
     }
 
     /// Why the ring is broken, if it is.

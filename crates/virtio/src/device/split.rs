@@ -10,7 +10,7 @@ use super::RingConfig;
 use crate::memory::{GuestMemory, Place};
 use crate::notify::Signal;
 use crate::spec::{AVAIL_NO_INTERRUPT, USED_NO_NOTIFY};
-use crate::split::{Descriptor, RingError, SplitRing, UsedSlots};
+use crate::split::{Descriptor, RingAreas, RingError, SplitRing, UsedSlots};
 
 /// Why a ring was broken. A broken ring does nothing until it is set up anew;
 /// other rings go on.
@@ -110,6 +110,35 @@ impl SplitDevice {
         };
         device.suppress_kicks();
         Ok(device)
+    }
+
+    /// Goes on at the same positions in another place: the memory was mapped
+    /// anew, or the frontend says where the ring lies now (SET_MEM_TABLE and
+    /// SET_VRING_ADDR on a running ring). Both positions are kept, not read
+    /// again: the bytes of the ring are the same, and what they say of the
+    /// device's own index is the driver's word.
+    pub(super) fn relocate(
+        &mut self,
+        memory: Arc<GuestMemory>,
+        areas: RingAreas,
+    ) -> Result<(), RingError> {
+        if areas.size != self.ring.size() {
+            return Err(RingError::Size { size: areas.size });
+        }
+        self.ring = SplitRing::new(memory, areas)?;
+        self.near = Place::default();
+        self.avail_seen = self.next_avail;
+        self.prefetched = self.next_avail;
+        self.poison_seen = 0;
+        self.suppress_kicks();
+        Ok(())
+    }
+
+    /// Changes whom to call. What was published before the new eventfd came may
+    /// have gone to the old one, so the next publication calls (B-18).
+    pub(super) fn set_call(&mut self, call: Option<EventFd>) -> Option<EventFd> {
+        self.signal = Signal::default();
+        std::mem::replace(&mut self.call, call)
     }
 
     #[inline]

@@ -8,14 +8,14 @@ use pollux_packet::{
     BATCH_MAX, Batch, BatchStore, BurstLimit, DropReason, ETHERNET_HEADER_BYTES, FRAME_BYTES_MAX,
     NET_HEADER_BYTES, Offload, OpenFrame, Span, SpansFull,
 };
-use pollux_sys::prefetch_read;
+use pollux_sys::{EventFd, prefetch_read};
 
 use super::split::{Chain, Chains, SplitDevice};
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
 use crate::spec::DescFlags;
-use crate::split::{Descriptor, RingError, UsedEntry};
+use crate::split::{Descriptor, RingAreas, RingError, UsedEntry};
 
 /// Pieces that a burst can hold beyond the ring size: buffers that lie over two
 /// regions are two.
@@ -28,6 +28,8 @@ pub struct TxRing {
     store: BatchStore,
     returns: Returns,
     net_header_bytes: u32,
+    /// Nothing is to be received: see [`set_discard`](Self::set_discard).
+    discards: bool,
 }
 
 /// Frames of one burst, and the chains that they came in.
@@ -106,10 +108,10 @@ impl TxRing {
     /// If the ring's areas are not whole and aligned in guest memory.
     pub fn new(memory: Arc<GuestMemory>, config: RingConfig) -> Result<Self, RingError> {
         let net_header_bytes = config.features.net_header_bytes();
-        let size = usize::from(config.areas.size);
+        let store = store_for(&memory, config.areas.size);
         let device = SplitDevice::new(Arc::clone(&memory), config)?;
         Ok(Self {
-            store: BatchStore::new(2 * size + SPARE_PIECES + memory.regions().len()),
+            store,
             returns: Returns {
                 device,
                 is_open: false,
@@ -120,6 +122,7 @@ impl TxRing {
             },
             memory,
             net_header_bytes,
+            discards: false,
         })
     }
 
@@ -132,6 +135,7 @@ impl TxRing {
             store,
             returns,
             net_header_bytes,
+            discards,
         } = self;
         let mut batch = store.begin();
         returns.clear();
@@ -141,6 +145,10 @@ impl TxRing {
         if chains.is_empty() {
             return Burst { batch, returns };
         }
+        if *discards {
+            returns.discard(chains.len());
+            return Burst { batch, returns };
+        }
         returns.snapshot(memory, &chains, &mut batch, limit, *net_header_bytes);
         if !returns.device.is_whole() {
             // What was read may be zeros in the place of the guest's bytes.
@@ -148,6 +156,36 @@ impl TxRing {
             returns.clear();
         }
         Burst { batch, returns }
+    }
+
+    /// Moves a ring that goes on: to `areas` in `memory`, at the same
+    /// positions. The size has to stay.
+    ///
+    /// # Errors
+    /// If the areas are not whole and aligned in `memory`; the ring is unchanged.
+    pub fn relocate(
+        &mut self,
+        memory: Arc<GuestMemory>,
+        areas: RingAreas,
+    ) -> Result<(), RingError> {
+        let store = store_for(&memory, areas.size);
+        self.returns.device.relocate(Arc::clone(&memory), areas)?;
+        self.memory = memory;
+        self.store = store;
+        Ok(())
+    }
+
+    /// Changes whom the ring calls, and returns whom it called until now. The
+    /// next publication calls.
+    pub fn set_call(&mut self, call: Option<EventFd>) -> Option<EventFd> {
+        self.returns.device.set_call(call)
+    }
+
+    /// Whether every chain goes back without its frame, counted as
+    /// [`DropReason::QueueDisabled`]: a ring that the frontend has disabled
+    /// (vhost-user, "Ring states": started but disabled).
+    pub fn set_discard(&mut self, discards: bool) {
+        self.discards = discards;
     }
 
     /// Why the ring is broken, if it is.
@@ -257,6 +295,16 @@ impl Returns {
         (self.chains, self.units, self.is_open) = (chains, units, true);
     }
 
+    /// In place of phase 3: none of the chains gives a frame.
+    #[cold]
+    fn discard(&mut self, chains: usize) {
+        self.chains = u16::try_from(chains).unwrap_or(u16::MAX);
+        self.units = u32::from(self.chains);
+        self.rejected
+            .extend((0..self.chains).map(|chain| (chain, Rejected::Disabled)));
+        self.is_open = true;
+    }
+
     /// Chains that were looked at, frames and drops; after
     /// [`finish`](Self::finish), chains that went back.
     #[inline]
@@ -340,17 +388,25 @@ enum Rejected {
     Chain(ChainError),
     /// The chain is sound, its net header asks for what was not negotiated.
     Offload,
+    /// The ring is disabled: the chain was not looked at.
+    Disabled,
 }
 
 impl Rejected {
     fn reason(self) -> DropReason {
         match self {
             Self::Offload => DropReason::BadOffload,
+            Self::Disabled => DropReason::QueueDisabled,
             Self::Chain(ChainError::Runt) => DropReason::Runt,
             Self::Chain(ChainError::Oversize) => DropReason::Oversize,
             Self::Chain(_) => DropReason::BadChain,
         }
     }
+}
+
+/// Room for the pieces of a burst from a ring of `size` descriptors.
+fn store_for(memory: &GuestMemory, size: u16) -> BatchStore {
+    BatchStore::new(2 * usize::from(size) + SPARE_PIECES + memory.regions().len())
 }
 
 /// One for the chain and one for every descriptor after its second.
