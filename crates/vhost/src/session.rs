@@ -1,0 +1,712 @@
+//! One vhost-user connection as a state machine without I/O.
+//!
+//! [`Session::handle`] takes a message, changes the port's queues through
+//! [`Rings`], and returns the reply. Changes happen before the reply exists: by
+//! the time a frontend reads it, no worker uses the old state.
+//!
+//! Messages may come in any order: each is remembered, and a ring starts with
+//! the one that completes it. Ring states are those of the specification ("Ring
+//! states"):
+//!
+//! * stopped: until SET_VRING_KICK, and from GET_VRING_BASE on;
+//! * started and disabled: what the guest sends is discarded, it gets nothing;
+//! * started and enabled: at work. Without VHOST_USER_F_PROTOCOL_FEATURES a
+//!   started ring is enabled unless SET_VRING_ENABLE says otherwise.
+
+mod error;
+mod memory;
+#[cfg(test)]
+mod tests;
+mod vring;
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use pollux_sys::EventFd;
+use pollux_virtio::device::RingConfig;
+use pollux_virtio::{GuestMemory, RING_SIZE_MAX, RingAreas, RingError};
+use vhost::vhost_user::message::{
+    FrontendReq, VhostUserMemory, VhostUserMemoryRegion, VhostUserMsgValidator,
+    VhostUserProtocolFeatures, VhostUserSingleMemoryRegion, VhostUserU64, VhostUserVringAddr,
+    VhostUserVringState,
+};
+use vm_memory::ByteValued;
+
+pub(crate) use self::error::RequestError;
+use self::memory::{BASELINE_REGIONS, MemoryMap, SLOTS_MAX};
+pub(crate) use self::vring::GUEST_RX;
+use self::vring::RINGS;
+use self::vring::{UserAddrs, Vring};
+use crate::features;
+use crate::framing::{self, Message};
+use crate::status::{MemoryStatus, RingStatus};
+
+/// The queues of the port that a session serves. Each call returns when no
+/// worker uses the state before it.
+pub(crate) trait Rings {
+    /// Gives a ring to the workers. Disabled: what the guest sends is discarded.
+    fn start(
+        &mut self,
+        ring: usize,
+        memory: &Arc<GuestMemory>,
+        config: RingConfig,
+        enabled: bool,
+    ) -> Result<(), RequestError>;
+
+    /// Takes a ring away from the workers; everything that was received has been
+    /// returned. The position in its available ring; `None` if it is not there.
+    fn stop(&mut self, ring: usize) -> Option<u16>;
+
+    /// Enables or disables a running ring.
+    fn set_enabled(&mut self, ring: usize, enabled: bool) -> Result<(), RequestError>;
+
+    /// Changes whom a running ring calls.
+    fn set_call(&mut self, ring: usize, call: Option<EventFd>);
+
+    /// Moves a running ring to new memory at the same position. On an error it
+    /// goes on where it was.
+    fn relocate(
+        &mut self,
+        ring: usize,
+        memory: &Arc<GuestMemory>,
+        areas: RingAreas,
+    ) -> Result<(), RingError>;
+
+    /// Why a running ring is broken, if it is.
+    fn fault(&self, ring: usize) -> Option<String>;
+}
+
+/// What became of a message.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// Bytes to send back.
+    pub(crate) reply: Option<Vec<u8>>,
+    /// Name of the request.
+    pub(crate) request: String,
+    /// Why it was refused, if it was.
+    pub(crate) error: Option<RequestError>,
+}
+
+/// The body of a reply of its own, or nothing where only an acknowledgement is
+/// called for.
+type Answer = Result<Option<Vec<u8>>, RequestError>;
+
+/// State of a connection: a plain value, apart from the rings that run.
+#[derive(Debug)]
+pub(crate) struct Session {
+    features: Option<u64>,
+    protocol_features: u64,
+    memory: MemoryMap,
+    vrings: [Vring; RINGS],
+}
+
+impl Session {
+    pub(crate) fn new(any_memory: bool) -> Self {
+        Self {
+            features: None,
+            protocol_features: 0,
+            memory: MemoryMap::new(any_memory),
+            vrings: Default::default(),
+        }
+    }
+
+    /// Carries a message out.
+    ///
+    /// A request with a reply of its own gets exactly that; any other gets an
+    /// acknowledgement, 0 or 1 for an error, if the frontend asks for one
+    /// (`need_reply`). A refused request changes nothing.
+    pub(crate) fn handle(&mut self, message: Message, rings: &mut impl Rings) -> Outcome {
+        let request = FrontendReq::try_from(message.request);
+        let name = match &request {
+            Ok(request) => format!("{request:?}"),
+            Err(_) => format!("request {}", message.request),
+        };
+        let (code, needs_reply) = (message.request, message.needs_reply());
+        let (body, error) = match request.map_err(|_| RequestError::Unknown) {
+            Ok(request) => match self.dispatch(request, message, rings) {
+                Ok(body) => (body, None),
+                Err(error) => (None, Some(error)),
+            },
+            Err(error) => (None, Some(error)),
+        };
+        let acknowledge = || {
+            let status = u64::from(error.is_some());
+            needs_reply.then(|| framing::reply(code, &status.to_ne_bytes()))
+        };
+        Outcome {
+            reply: match &body {
+                Some(body) => Some(framing::reply(code, body)),
+                None => acknowledge(),
+            },
+            request: name,
+            error,
+        }
+    }
+
+    fn dispatch(
+        &mut self,
+        request: FrontendReq,
+        message: Message,
+        rings: &mut impl Rings,
+    ) -> Answer {
+        use FrontendReq as Req;
+        let own = |value: u64| Ok(Some(value.to_ne_bytes().to_vec()));
+        match request {
+            Req::GET_FEATURES => own(features::OFFERED),
+            Req::GET_PROTOCOL_FEATURES => own(features::PROTOCOL_OFFERED.bits()),
+            // Queue pairs, not rings: what QEMU and DPDK take it for.
+            Req::GET_QUEUE_NUM => own(1),
+            Req::GET_MAX_MEM_SLOTS => own(SLOTS_MAX as u64),
+            Req::GET_VRING_BASE => self.get_vring_base(&message, rings),
+            _ => {
+                match request {
+                    Req::SET_OWNER => no_fds(&message),
+                    Req::RESET_OWNER => self.reset_owner(&message, rings),
+                    Req::SET_FEATURES => self.set_features(&message, rings),
+                    Req::SET_PROTOCOL_FEATURES => self.set_protocol_features(&message),
+                    Req::SET_MEM_TABLE => self.set_mem_table(&message, rings),
+                    Req::ADD_MEM_REG => self.add_mem_reg(&message, rings),
+                    Req::REM_MEM_REG => self.rem_mem_reg(&message, rings),
+                    Req::SET_VRING_NUM => self.set_vring_num(&message, rings),
+                    Req::SET_VRING_ADDR => self.set_vring_addr(&message, rings),
+                    Req::SET_VRING_BASE => self.set_vring_base(&message),
+                    Req::SET_VRING_ENABLE => self.set_vring_enable(&message, rings),
+                    Req::SET_VRING_KICK => self.set_vring_kick(message, rings),
+                    Req::SET_VRING_CALL => self.set_vring_call(message, rings),
+                    Req::SET_VRING_ERR => self.set_vring_err(message),
+                    _ => Err(RequestError::NotOffered),
+                }?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// The connection has ended: no ring runs afterwards.
+    pub(crate) fn end(&mut self, rings: &mut impl Rings) {
+        for index in 0..RINGS {
+            self.stop_ring(index, rings);
+        }
+    }
+
+    // Features.
+
+    fn set_features(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let features = number(message)?;
+        let unknown = features & !features::OFFERED;
+        if unknown != 0 {
+            return Err(RequestError::Features(unknown));
+        }
+        // They decide how a ring is read. But the frontend's own bits may change
+        // (LOG_ALL when a migration starts).
+        let of_driver = |features| features & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
+        let is_same = self.features.map(of_driver) == Some(of_driver(features));
+        if !is_same && self.vrings.iter().any(|vring| vring.running) {
+            return Err(RequestError::FeaturesWhileRunning);
+        }
+        self.features = Some(features);
+        self.start_what_is_complete(rings);
+        Ok(())
+    }
+
+    fn set_protocol_features(&mut self, message: &Message) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let features = number(message)?;
+        let unknown = features & !features::PROTOCOL_OFFERED.bits();
+        if unknown != 0 {
+            return Err(RequestError::Features(unknown));
+        }
+        self.protocol_features = features;
+        Ok(())
+    }
+
+    fn reset_owner(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        no_fds(message)?;
+        for index in 0..RINGS {
+            self.stop_ring(index, rings);
+            self.vrings[index].enable = None;
+        }
+        Ok(())
+    }
+
+    // Memory.
+
+    fn set_mem_table(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        let header_bytes = size_of::<VhostUserMemory>();
+        let wanted = |regions| header_bytes + regions * size_of::<VhostUserMemoryRegion>();
+        let bytes = &message.body[..];
+        let (header, table) =
+            bytes
+                .split_at_checked(header_bytes)
+                .ok_or(RequestError::BodyLength {
+                    got: bytes.len(),
+                    wanted: header_bytes,
+                })?;
+        let header: VhostUserMemory = decode(header)?;
+        let count = header.num_regions;
+        if count == 0 || count > BASELINE_REGIONS {
+            return Err(RequestError::RegionCount(count));
+        }
+        let count = count as usize;
+        if bytes.len() != wanted(count) {
+            return Err(RequestError::BodyLength {
+                got: bytes.len(),
+                wanted: wanted(count),
+            });
+        }
+        if message.fds.len() != count {
+            return Err(RequestError::FdCount {
+                got: message.fds.len(),
+                wanted: "one for each region",
+            });
+        }
+        let table: Result<Vec<VhostUserMemoryRegion>, _> = table
+            .chunks_exact(size_of::<VhostUserMemoryRegion>())
+            .map(decode)
+            .collect();
+        let table = table?;
+        self.change_memory(rings, |memory| memory.replace(&table, &message.fds))
+    }
+
+    fn add_mem_reg(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        self.needs_slots()?;
+        let region: VhostUserSingleMemoryRegion = decode(&message.body)?;
+        let fd = one_fd(message)?;
+        self.change_memory(rings, |memory| memory.add(&region, fd))
+    }
+
+    fn rem_mem_reg(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        self.needs_slots()?;
+        let region: VhostUserSingleMemoryRegion = decode(&message.body)?;
+        // Some frontends send the region's descriptor along.
+        if message.fds.len() > 1 {
+            return Err(RequestError::FdCount {
+                got: message.fds.len(),
+                wanted: "none or one",
+            });
+        }
+        self.change_memory(rings, |memory| memory.remove(&region))
+    }
+
+    fn needs_slots(&self) -> Result<(), RequestError> {
+        let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        if self.protocol_features & slots.bits() == 0 {
+            return Err(RequestError::NotNegotiated("CONFIGURE_MEM_SLOTS"));
+        }
+        Ok(())
+    }
+
+    /// Changes the memory; moves running rings to it, stops those that have no
+    /// place in it, and starts those that were waiting for it.
+    fn change_memory(
+        &mut self,
+        rings: &mut impl Rings,
+        change: impl FnOnce(&mut MemoryMap) -> Result<(), RequestError>,
+    ) -> Result<(), RequestError> {
+        // Unmapped at the end, not inside of a ring's cell.
+        let _old = self.memory.get().cloned();
+        change(&mut self.memory)?;
+        for index in 0..RINGS {
+            let vring = &self.vrings[index];
+            if !vring.running {
+                continue;
+            }
+            let moved = match (self.memory.get(), vring.size, vring.addrs) {
+                (Some(memory), Some(size), Some(addrs)) => addrs
+                    .translate(memory, size)
+                    .and_then(|areas| Ok(rings.relocate(index, memory, areas)?)),
+                _ => Err(RequestError::RingOutside {
+                    area: "ring",
+                    user_addr: vring.addrs.map_or(0, |addrs| addrs.desc),
+                }),
+            };
+            if let Err(error) = moved {
+                self.stop_in_place(index, rings);
+                self.vrings[index].fault = Some(format!("the memory table changed: {error}"));
+                self.signal_err(index);
+            }
+        }
+        self.start_what_is_complete(rings);
+        Ok(())
+    }
+
+    // Rings.
+
+    fn set_vring_num(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let state: VhostUserVringState = decode(&message.body)?;
+        let index = ring_index(state.index)?;
+        let number = state.num;
+        let size = u16::try_from(number)
+            .ok()
+            .filter(|size| size.is_power_of_two() && *size <= RING_SIZE_MAX)
+            .ok_or(RequestError::RingSize(number))?;
+        let vring = &mut self.vrings[index];
+        if vring.running && vring.size != Some(size) {
+            return Err(RequestError::RingRunning(index));
+        }
+        vring.size = Some(size);
+        self.start_if_complete(index, rings)
+    }
+
+    fn set_vring_base(&mut self, message: &Message) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let state: VhostUserVringState = decode(&message.body)?;
+        let index = ring_index(state.index)?;
+        let number = state.num;
+        let base = u16::try_from(number).map_err(|_| RequestError::RingBase(number))?;
+        let vring = &mut self.vrings[index];
+        if vring.running {
+            return Err(RequestError::RingRunning(index));
+        }
+        vring.base = base;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let addr: VhostUserVringAddr = decode(&message.body)?;
+        let index = ring_index(addr.index)?;
+        let addrs = UserAddrs {
+            desc: addr.descriptor,
+            avail: addr.available,
+            used: addr.used,
+        };
+        let vring = &mut self.vrings[index];
+        if vring.running {
+            // Sent again when a migration starts, perhaps at a new user address
+            // of the same memory.
+            let (Some(memory), Some(size)) = (self.memory.get(), vring.size) else {
+                return Err(RequestError::RingRunning(index));
+            };
+            rings.relocate(index, memory, addrs.translate(memory, size)?)?;
+            vring.addrs = Some(addrs);
+            return Ok(());
+        }
+        vring.addrs = Some(addrs);
+        self.start_if_complete(index, rings)
+    }
+
+    fn set_vring_enable(
+        &mut self,
+        message: &Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        no_fds(message)?;
+        let state: VhostUserVringState = decode(&message.body)?;
+        let index = ring_index(state.index)?;
+        let enable = match state.num {
+            0 => false,
+            1 => true,
+            _ => return Err(RequestError::Invalid),
+        };
+        if self.vrings[index].running && self.is_enabled(index) != enable {
+            rings.set_enabled(index, enable)?;
+        }
+        self.vrings[index].enable = Some(enable);
+        Ok(())
+    }
+
+    fn set_vring_kick(
+        &mut self,
+        message: Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        let (index, kick) = notifier(message)?;
+        let vring = &mut self.vrings[index];
+        vring.kick = kick;
+        vring.started = true;
+        self.start_if_complete(index, rings)
+    }
+
+    fn set_vring_call(
+        &mut self,
+        message: Message,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        let (index, call) = notifier(message)?;
+        let vring = &mut self.vrings[index];
+        if vring.running {
+            rings.set_call(index, clone_of(call.as_ref())?);
+        }
+        vring.call = call;
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, message: Message) -> Result<(), RequestError> {
+        let (index, err) = notifier(message)?;
+        self.vrings[index].err = err;
+        Ok(())
+    }
+
+    /// Stops the ring and answers its position: where to go on with
+    /// SET_VRING_BASE. A ring that was never started answers where it would
+    /// have, and one that is not there 0, since the frontend waits for an answer
+    /// and there is no other one.
+    fn get_vring_base(&mut self, message: &Message, rings: &mut impl Rings) -> Answer {
+        let state: VhostUserVringState = decode(&message.body)?;
+        let base = match ring_index(state.index) {
+            Ok(index) => {
+                self.stop_ring(index, rings);
+                u32::from(self.vrings[index].base)
+            }
+            Err(_) => 0,
+        };
+        let answer = VhostUserVringState::new(state.index, base);
+        Ok(Some(answer.as_slice().to_vec()))
+    }
+
+    /// SET_VRING_ENABLE, or what holds without it.
+    fn is_enabled(&self, index: usize) -> bool {
+        let features = self.features.unwrap_or(0);
+        let default = features & features::PROTOCOL_FEATURES == 0;
+        self.vrings[index].enable.unwrap_or(default)
+    }
+
+    fn start_what_is_complete(&mut self, rings: &mut impl Rings) {
+        for index in 0..RINGS {
+            // What is wrong is kept as the ring's fault: it is not this
+            // message's.
+            let _ = self.start_if_complete(index, rings);
+        }
+    }
+
+    /// Starts a ring for which every message has come.
+    fn start_if_complete(
+        &mut self,
+        index: usize,
+        rings: &mut impl Rings,
+    ) -> Result<(), RequestError> {
+        let enabled = self.is_enabled(index);
+        let vring = &mut self.vrings[index];
+        if vring.running || !vring.started {
+            return Ok(());
+        }
+        let (Some(memory), Some(features)) = (self.memory.get(), self.features) else {
+            return Ok(());
+        };
+        let (Some(size), Some(addrs)) = (vring.size, vring.addrs) else {
+            return Ok(());
+        };
+        let mut start = || {
+            let config = RingConfig {
+                areas: addrs.translate(memory, size)?,
+                features: features::of_ring(features),
+                base: vring.base,
+                call: clone_of(vring.call.as_ref())?,
+            };
+            rings.start(index, memory, config, enabled)
+        };
+        let started = start();
+        vring.running = started.is_ok();
+        vring.fault = started.as_ref().err().map(ToString::to_string);
+        started
+    }
+
+    /// GET_VRING_BASE: back to the state before SET_VRING_KICK.
+    fn stop_ring(&mut self, index: usize, rings: &mut impl Rings) {
+        self.stop_in_place(index, rings);
+        let vring = &mut self.vrings[index];
+        vring.started = false;
+        vring.kick = None;
+        vring.fault = None;
+    }
+
+    /// Takes a ring away from the workers, if they have it.
+    fn stop_in_place(&mut self, index: usize, rings: &mut impl Rings) {
+        let vring = &mut self.vrings[index];
+        if std::mem::take(&mut vring.running)
+            && let Some(base) = rings.stop(index)
+        {
+            vring.base = base;
+        }
+    }
+
+    /// Looks for rings that their guest broke; tells the frontend, once, and
+    /// returns true if there is one that was not known.
+    pub(crate) fn notice_faults(&mut self, rings: &impl Rings) -> bool {
+        let mut is_news = false;
+        for index in 0..RINGS {
+            let vring = &mut self.vrings[index];
+            if !vring.running || vring.fault.is_some() {
+                continue;
+            }
+            vring.fault = rings.fault(index);
+            if vring.fault.is_some() {
+                is_news = true;
+                self.signal_err(index);
+            }
+        }
+        is_news
+    }
+
+    fn signal_err(&self, index: usize) {
+        if let Some(err) = &self.vrings[index].err {
+            // Whoever made it unusable will not hear of it.
+            let _ = err.signal();
+        }
+    }
+
+    // What an operator sees.
+
+    /// The first step that is missing for the port to run.
+    pub(crate) fn missing(&self) -> Option<String> {
+        if self.features.is_none() {
+            return Some(
+                "the session waits for SET_FEATURES: the frontend is connected, the driver in \
+                 the guest has not started"
+                    .to_owned(),
+            );
+        }
+        if self.memory.get().is_none() {
+            return Some(
+                "the session waits for SET_MEM_TABLE: guest memory is not shared; start the VM \
+                 with a memory backend that has share=on"
+                    .to_owned(),
+            );
+        }
+        let mut vrings = self.vrings.iter().enumerate();
+        vrings.find_map(|(index, vring)| vring.missing(index, self.is_enabled(index)))
+    }
+
+    /// True if a ring is broken, or cannot start.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.vrings.iter().any(|vring| vring.fault.is_some())
+    }
+
+    pub(crate) fn feature_names(&self) -> Vec<&'static str> {
+        features::names(self.features.unwrap_or(0))
+    }
+
+    pub(crate) fn protocol_feature_names(&self) -> Vec<&'static str> {
+        features::protocol_names(self.protocol_features)
+    }
+
+    pub(crate) fn memory_status(&self) -> Vec<MemoryStatus> {
+        self.memory.status()
+    }
+
+    pub(crate) fn ring_status(&self) -> Vec<RingStatus> {
+        let vrings = self.vrings.iter().enumerate();
+        vrings
+            .map(|(index, vring)| vring.status(index, self.is_enabled(index)))
+            .collect()
+    }
+}
+
+/// Refuses memory in a file that could stall whoever touches it.
+fn check_memory_file(fd: BorrowedFd<'_>, guest_addr: u64) -> Result<(), RequestError> {
+    let _ = (fd, guest_addr);
+    Ok(())
+}
+
+fn ring_index(index: u32) -> Result<usize, RequestError> {
+    match usize::try_from(index) {
+        Ok(wide) if wide < RINGS => Ok(wide),
+        _ => Err(RequestError::NoSuchRing { index }),
+    }
+}
+
+/// A value out of the bytes of a body, which has to be exactly that long.
+fn decode<T>(bytes: &[u8]) -> Result<T, RequestError>
+where
+    T: ByteValued + Default + VhostUserMsgValidator,
+{
+    let mut value = T::default();
+    let wanted = size_of::<T>();
+    if bytes.len() != wanted {
+        return Err(RequestError::BodyLength {
+            got: bytes.len(),
+            wanted,
+        });
+    }
+    value.as_mut_slice().copy_from_slice(bytes);
+    if value.is_valid() {
+        Ok(value)
+    } else {
+        Err(RequestError::Invalid)
+    }
+}
+
+/// The body of a message that is one number.
+fn number(message: &Message) -> Result<u64, RequestError> {
+    decode::<VhostUserU64>(&message.body).map(|number| number.value)
+}
+
+fn no_fds(message: &Message) -> Result<(), RequestError> {
+    if message.fds.is_empty() {
+        return Ok(());
+    }
+    Err(RequestError::FdCount {
+        got: message.fds.len(),
+        wanted: "none",
+    })
+}
+
+fn one_fd(message: &Message) -> Result<&OwnedFd, RequestError> {
+    match &message.fds[..] {
+        [fd] => Ok(fd),
+        fds => Err(RequestError::FdCount {
+            got: fds.len(),
+            wanted: "one",
+        }),
+    }
+}
+
+/// SET_VRING_KICK, CALL and ERR: which ring (bits 0 to 7), and its descriptor,
+/// or none if bit 8 says that there is none (VHOST_USER_VRING_NOFD_MASK).
+fn notifier(mut message: Message) -> Result<(usize, Option<EventFd>), RequestError> {
+    const INDEX_MASK: u64 = 0xff;
+    const NOFD: u64 = 1 << 8;
+    let number = number(&message)?;
+    let index = u32::try_from(number & !NOFD).unwrap_or(u32::MAX);
+    let index = ring_index(index).map_err(|error| {
+        if number & !(NOFD | INDEX_MASK) == 0 {
+            error
+        } else {
+            RequestError::Invalid
+        }
+    })?;
+    if number & NOFD != 0 {
+        no_fds(&message)?;
+        return Ok((index, None));
+    }
+    one_fd(&message)?;
+    let fd = message.fds.remove(0);
+    let eventfd =
+        EventFd::from_fd(fd).map_err(|error| RequestError::Notifier(error.to_string()))?;
+    Ok((index, Some(eventfd)))
+}
+
+fn clone_of(eventfd: Option<&EventFd>) -> Result<Option<EventFd>, RequestError> {
+    let clone = eventfd.map(EventFd::try_clone).transpose();
+    clone.map_err(|error| RequestError::Notifier(error.to_string()))
+}
