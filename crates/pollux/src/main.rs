@@ -6,6 +6,7 @@
 
 mod config;
 mod daemon;
+mod demo;
 mod error;
 mod stats;
 
@@ -40,12 +41,15 @@ enum Command {
     /// Run the switch of a plan until SIGINT or SIGTERM
     #[command(after_help = EXIT_CODES)]
     Run(daemon::RunArgs),
+    /// Measure the switch with embedded guests: no root, no huge pages, no plan
+    Demo(demo::DemoArgs),
 }
 
 impl Command {
     fn run(&self) -> anyhow::Result<()> {
         match self {
             Self::Run(args) => daemon::run(args),
+            Self::Demo(args) => demo::run(args),
         }
     }
 }

@@ -260,7 +260,8 @@ impl Session {
             return Err(RequestError::RegionCount(count));
         }
         let count = count as usize;
-        if bytes.len() != wanted(count) {
+        // User Mode Linux sends room for two regions, however many it has.
+        if bytes.len() < wanted(count) {
             return Err(RequestError::BodyLength {
                 got: bytes.len(),
                 wanted: wanted(count),
@@ -274,6 +275,7 @@ impl Session {
         }
         let table: Result<Vec<VhostUserMemoryRegion>, _> = table
             .chunks_exact(size_of::<VhostUserMemoryRegion>())
+            .take(count)
             .map(decode)
             .collect();
         let table = table?;

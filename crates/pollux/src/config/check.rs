@@ -96,7 +96,7 @@ fn reference(
 ) {
     if !known.contains(&name) {
         let next = did_you_mean(name, known, '"')
-            .unwrap_or_else(|| format!("use one of {}, or add it", list(known, '"')));
+            .unwrap_or_else(|| format!("use one of {}, or add it", list(known, '"', ", ")));
         document.fault(
             line,
             object,

@@ -10,7 +10,7 @@ pub(crate) fn connect_hint(port: &str, config: &PortConfig) -> String {
     let qemu_path = path.to_string().replace(',', ",,");
     let (does, qemu_side, testpmd_side) = match config.mode {
         SocketMode::Server => ("listens on", "", ""),
-        SocketMode::Client => ("connects to", ",server=on,wait=off", ",server=1"),
+        SocketMode::Client => ("connects to", ",server=on", ",server=1"),
     };
     format!(
         "port {port} {does} {path}
@@ -43,7 +43,7 @@ port vm1 listens on /run/pollux/vm1.sock
         config.mode = SocketMode::Client;
         let hint = connect_hint("vm1", &config);
         assert!(hint.contains("connects to /run/pollux/vm1.sock\n"));
-        assert!(hint.contains("vm1.sock,server=on,wait=off -netdev"));
+        assert!(hint.contains("vm1.sock,server=on -netdev"));
         assert!(hint.contains("vm1.sock,server=1,queue_size"));
     }
 }

@@ -243,7 +243,7 @@ impl<'d, 't> Section<'d, 't> {
                 line,
                 format!("there is no {key} \"{name}\""),
                 did_you_mean(&name, names, '"')
-                    .unwrap_or_else(|| format!("use {}", list(names, '"'))),
+                    .unwrap_or_else(|| format!("use {}", list(names, '"', " or "))),
             );
         }
         choice.map(|value| At { value, line })
@@ -315,7 +315,7 @@ impl<'d, 't> Section<'d, 't> {
                 line,
                 format!("the key `{name}` is not known here"),
                 did_you_mean(name, &self.asked, '`').unwrap_or_else(|| {
-                    format!("remove it; known here: {}", list(&self.asked, '`'))
+                    format!("remove it; known here: {}", list(&self.asked, '`', ", "))
                 }),
             );
         }
@@ -339,11 +339,11 @@ pub(super) fn did_you_mean(name: &str, known: &[&str], quote: char) -> Option<St
         .map(|(_, known)| format!("did you mean {quote}{known}{quote}?"))
 }
 
-/// Names in quotes with commas.
-pub(super) fn list(names: &[&str], quote: char) -> String {
+/// Names in quotes, with a separator between them.
+pub(super) fn list(names: &[&str], quote: char, separator: &str) -> String {
     let quoted: Vec<String> = names
         .iter()
         .map(|name| format!("{quote}{name}{quote}"))
         .collect();
-    quoted.join(", ")
+    quoted.join(separator)
 }

@@ -178,7 +178,7 @@ fn unknown_keys_are_told_with_a_suggestion() {
 fn unknown_values_are_told_with_the_list() {
     assert_eq!(
         faults_with("mode = \"learn\"", "mode = \"bridge\""),
-        ["p.toml:5, [switch] | there is no mode \"bridge\" | use \"learn\", \"xconnect\""]
+        ["p.toml:5, [switch] | there is no mode \"bridge\" | use \"learn\" or \"xconnect\""]
     );
     assert_eq!(
         faults_with("kind = \"vhost\"", "kind = \"tap\""),

@@ -1,10 +1,83 @@
-//! What took time away from a measurement and was not its own doing.
+//! The state of the machine: how far apart two cores are, and what took time
+//! away from a measurement and was not its own doing.
 
 use std::fs;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+
+use pollux_sys::Clock;
 
 /// Unit of the times in `/proc/stat`: USER_HZ is 100 on every architecture that
 /// this runs on (proc_stat(5), time(7)).
 const STAT_TICK_MS: u64 = 10;
+
+/// Rounds of which the median counts.
+const ROUND_COUNT: usize = 21;
+/// Round trips of a cache line in each round: about a millisecond in all.
+const ROUND_TRIP_COUNT: u32 = 200;
+
+/// The line that moves. 128 bytes: processors fetch lines in pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct SharedLine(AtomicU32);
+
+impl SharedLine {
+    fn wait_for(&self, value: u32) {
+        while self.0.load(Ordering::Acquire) != value {}
+    }
+}
+
+/// Round trip of a cache line between two cores in ns: what every exchange
+/// between worker and guests is made of. A virtual machine's cores may be near
+/// in one minute (110 to 130 ns) and far in the next (450 to 550 ns). `None` if
+/// the threads could not be started there.
+pub(crate) fn round_trip_ns([asking, answering]: [usize; 2]) -> Option<u64> {
+    let clock = Clock::calibrate();
+    let line = SharedLine::default();
+    let last = 2 * ROUND_TRIP_COUNT * u32::try_from(ROUND_COUNT).ok()?;
+    // Both are pinned before either waits for the other.
+    let is_ready = AtomicU32::new(0);
+    let pin = |core| {
+        let pinned = pollux_sys::pin_current_thread(core).is_ok();
+        is_ready.fetch_add(1, Ordering::AcqRel);
+        while is_ready.load(Ordering::Acquire) < 2 {
+            thread::yield_now();
+        }
+        pinned
+    };
+    let (line, pin) = (&line, &pin);
+    thread::scope(|scope| {
+        let answer = scope.spawn(move || {
+            let pinned = pin(answering);
+            for value in (2..=last).step_by(2) {
+                line.wait_for(value - 1);
+                line.0.store(value, Ordering::Release);
+            }
+            pinned
+        });
+        let ask = scope.spawn(move || {
+            let pinned = pin(asking);
+            (pinned, ask_rounds(line, clock))
+        });
+        let (pinned, mut rounds) = ask.join().ok()?;
+        rounds.sort_unstable();
+        (pinned && answer.join().ok()?).then(|| rounds[ROUND_COUNT / 2])
+    })
+}
+
+/// Asks until all is answered; ns a round trip, for each round.
+fn ask_rounds(line: &SharedLine, clock: Clock) -> [u64; ROUND_COUNT] {
+    let mut answered = 0;
+    std::array::from_fn(|_| {
+        let start = clock.now();
+        for _ in 0..ROUND_TRIP_COUNT {
+            line.0.store(answered + 1, Ordering::Release);
+            answered += 2;
+            line.wait_for(answered);
+        }
+        clock.to_ns(clock.now().saturating_sub(start)) / u64::from(ROUND_TRIP_COUNT)
+    })
+}
 
 /// Counts that only grow; taken by the thread that is measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,6 +128,14 @@ fn involuntary_switches(status: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_needs_some_time_for_a_round_trip() {
+        if let [first, second, ..] = pollux_sys::available_cores()[..] {
+            let ns = round_trip_ns([first, second]).unwrap();
+            assert!(ns > 0, "{ns}");
+        }
+    }
 
     #[test]
     fn the_kernel_is_read() {

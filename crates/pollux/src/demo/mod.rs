@@ -167,6 +167,11 @@ fn set_up(args: &DemoArgs) -> Setup {
         [worker, guests, ..] => (Some(worker), Some(guests)),
         _ => (None, None),
     };
+    // Before the worker has one of the cores for itself.
+    let core_round_trip_ns = match (worker_core, guest_core) {
+        (Some(worker), Some(guests)) => machine::round_trip_ns([worker, guests]),
+        _ => None,
+    };
     let ring = ring_size(args.guests, buffer_bytes(args.size));
     Setup {
         guests: args.guests,
@@ -176,6 +181,7 @@ fn set_up(args: &DemoArgs) -> Setup {
         window: u64::from(ring / 2),
         worker_core,
         guest_core,
+        core_round_trip_ns,
         is_tsc: Clock::calibrate().is_tsc(),
     }
 }

@@ -12,6 +12,8 @@ use super::verify::Tally;
 
 /// Version of the JSON form.
 const SCHEMA: u32 = 1;
+/// Longest round trip of a cache line between cores that are near.
+const NEAR_MAX_NS: u64 = 250;
 
 /// Percentiles of the latency, in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -33,6 +35,9 @@ pub(crate) struct Report {
     pub(crate) cycles_per_packet: Option<f64>,
     /// Frames in each burst of the worker.
     pub(crate) packets_per_batch: Option<f64>,
+    /// Part of the worker's time in visits that found work: below about 90 the
+    /// guests were the slower side, and the worker could do more.
+    worker_busy_percent: Option<f64>,
     /// `None` if no frame came in that phase.
     pub(crate) latency_ns: Option<LatencyNs>,
     /// What the latency is.
@@ -60,6 +65,8 @@ pub(crate) struct Report {
     seconds: f64,
     worker_core: Option<usize>,
     guest_core: Option<usize>,
+    /// Round trip of a cache line between these cores, in ns.
+    core_round_trip_ns: Option<u64>,
     /// What the figures are worth.
     pub(crate) remarks: Vec<String>,
 }
@@ -73,6 +80,7 @@ pub(crate) struct Setup {
     pub(crate) window: u64,
     pub(crate) worker_core: Option<usize>,
     pub(crate) guest_core: Option<usize>,
+    pub(crate) core_round_trip_ns: Option<u64>,
     pub(crate) is_tsc: bool,
 }
 
@@ -110,6 +118,7 @@ impl Report {
             gbps: round(mpps * f64::from(setup.size) * 8.0 / 1e3, 3),
             cycles_per_packet: measured.worker.cycles_per_packet().map(|c| round(c, 1)),
             packets_per_batch: measured.worker.packets_per_batch().map(|p| round(p, 1)),
+            worker_busy_percent: busy_percent(&measured.worker),
             latency_ns: (!latency.is_empty()).then(|| LatencyNs {
                 p50: at(0.5),
                 p90: at(0.9),
@@ -136,6 +145,7 @@ impl Report {
             seconds: round(saturated.ns as f64 / 1e9, 3),
             worker_core: setup.worker_core,
             guest_core: setup.guest_core,
+            core_round_trip_ns: setup.core_round_trip_ns,
             remarks: remarks(setup, measured),
         }
     }
@@ -147,6 +157,12 @@ impl Report {
     pub(crate) fn to_json(&self) -> serde_json::Result<String> {
         serde_json::to_string(self)
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+fn busy_percent(worker: &WorkerCounters) -> Option<f64> {
+    let ticks = worker.busy_ticks + worker.idle_ticks;
+    (ticks != 0).then(|| round(worker.busy_ticks as f64 * 100.0 / ticks as f64, 1))
 }
 
 fn round(value: f64, digits: i32) -> f64 {
@@ -168,6 +184,12 @@ fn remarks(setup: &Setup, measured: &Measured) -> Vec<String> {
     if !setup.is_tsc {
         remarks
             .push("no invariant TSC: cycles are nanoseconds of the kernel's clock here".to_owned());
+    }
+    if setup.core_round_trip_ns.is_some_and(|ns| ns > NEAR_MAX_NS) {
+        remarks.push(
+            "the two cores are far apart just now: near ones forward about twice as much"
+                .to_owned(),
+        );
     }
     let Disturbance {
         steal_ms,
@@ -209,9 +231,10 @@ impl fmt::Display for Report {
         writeln!(f, "               {:>10.2} Gbit/s", self.gbps)?;
         writeln!(
             f,
-            "  worker       {:>10} cycles/packet (TSC), {} packets/batch",
+            "  worker       {:>10} cycles/packet (TSC), {} packets/batch, {} % busy",
             known(self.cycles_per_packet, 1),
-            known(self.packets_per_batch, 1)
+            known(self.packets_per_batch, 1),
+            known(self.worker_busy_percent, 0)
         )?;
         match self.latency_ns {
             Some(LatencyNs { p50, p90, p99 }) => writeln!(
@@ -241,6 +264,9 @@ impl fmt::Display for Report {
             core(self.worker_core),
             core(self.guest_core)
         )?;
+        if let Some(ns) = self.core_round_trip_ns {
+            write!(f, ", cache line there and back {ns} ns")?;
+        }
         for remark in &self.remarks {
             write!(f, "\n  remark       {remark}")?;
         }
@@ -264,6 +290,7 @@ mod tests {
         window: 512,
         worker_core: Some(0),
         guest_core: Some(1),
+        core_round_trip_ns: Some(480),
         is_tsc: true,
     };
 
@@ -283,6 +310,7 @@ mod tests {
                 batches: 10,
                 frames: 500,
                 busy_ticks: 25_000,
+                idle_ticks: 75_000,
                 ..WorkerCounters::default()
             },
             paced: phase,
@@ -308,6 +336,7 @@ mod tests {
         assert_eq!(json["gbps"], 10.24);
         assert_eq!(json["cycles_per_packet"], 50.0);
         assert_eq!(json["packets_per_batch"], 50.0);
+        assert_eq!(json["worker_busy_percent"], 25.0);
         assert_eq!(json["latency_ns"]["p50"], 50);
         assert_eq!(json["latency_ns"]["p90"], 90);
         assert_eq!(json["latency_ns"]["p99"], 99);
@@ -336,7 +365,14 @@ mod tests {
         measured.disturbance.steal_ms = 30;
         measured.saturated.is_stalled = true;
         let text = Report::new(&setup, &measured).to_string();
-        for part in ["share one core", "TSC", "30 ms", "stopped", "not pinned"] {
+        for part in [
+            "share one core",
+            "TSC",
+            "far apart",
+            "30 ms",
+            "stopped",
+            "not pinned",
+        ] {
             assert!(text.contains(part), "{part}: {text}");
         }
     }

@@ -1,6 +1,8 @@
 //! A `pollux` process with a time limit, and plans for it.
-// Each test program uses some of it.
-#![allow(dead_code)]
+#![allow(
+    dead_code,
+    reason = "each test file is a crate of its own and uses a part"
+)]
 
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Read as _};

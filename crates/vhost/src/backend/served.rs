@@ -212,10 +212,11 @@ impl Served {
         let connection = self.connection.as_mut()?;
         let was_running = connection.session.missing().is_none();
         let outcome = connection.session.handle(message, &mut connection.rings);
+        let port = self.port.name();
+        tracing::trace!(port, request = outcome.request, error = ?outcome.error, "request");
         if let Some(error) = outcome.error {
             connection.errors += 1;
             if connection.errors <= ERRORS_LOGGED {
-                let port = self.port.name();
                 let request = &outcome.request;
                 if matches!(error, RequestError::Unknown | RequestError::NotOffered) {
                     tracing::debug!(port, request, "{error}");

@@ -386,10 +386,19 @@ fn the_memory_table_is_checked_and_a_refused_one_leaves_the_old() {
     fds.push(eventfd());
     rig.refused(Req::SET_MEM_TABLE, &body, fds);
     let (mut body, fds) = rig.memory_table(&[(0, PAGE, 0)]);
-    body.extend([0; 32]);
+    body.pop();
     rig.refused(Req::SET_MEM_TABLE, &body, fds);
     assert_eq!(rig.rings.relocated.len(), relocated, "nothing was touched");
     assert_eq!(rig.session.missing(), None);
+    assert_eq!(rig.session.memory_status().len(), 1);
+}
+
+#[test]
+fn a_memory_table_may_have_room_for_more_regions_than_it_has() {
+    let mut rig = Rig::new();
+    let (mut body, fds) = rig.memory_table(&[(0, PAGE, 0)]);
+    body.extend([0xff; 32]);
+    rig.ok(Req::SET_MEM_TABLE, &body, fds);
     assert_eq!(rig.session.memory_status().len(), 1);
 }
 
