@@ -13,30 +13,29 @@
 //! * started and enabled: at work. Without VHOST_USER_F_PROTOCOL_FEATURES a
 //!   started ring is enabled unless SET_VRING_ENABLE says otherwise.
 
+mod decode;
 mod error;
 mod memory;
 #[cfg(test)]
 mod tests;
 mod vring;
 
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use pollux_sys::EventFd;
 use pollux_virtio::device::RingConfig;
 use pollux_virtio::{GuestMemory, RING_SIZE_MAX, RingAreas, RingError};
 use vhost::vhost_user::message::{
-    FrontendReq, VhostUserMemory, VhostUserMemoryRegion, VhostUserMsgValidator,
-    VhostUserProtocolFeatures, VhostUserSingleMemoryRegion, VhostUserU64, VhostUserVringAddr,
-    VhostUserVringState,
+    FrontendReq, VhostUserMemory, VhostUserMemoryRegion, VhostUserProtocolFeatures,
+    VhostUserSingleMemoryRegion, VhostUserVringAddr, VhostUserVringState,
 };
 use vm_memory::ByteValued;
 
+use self::decode::{clone_of, decode, no_fds, notifier, number, one_fd, ring_index};
 pub(crate) use self::error::RequestError;
 use self::memory::{BASELINE_REGIONS, MemoryMap, SLOTS_MAX};
 pub(crate) use self::vring::GUEST_RX;
-use self::vring::RINGS;
-use self::vring::{UserAddrs, Vring};
+use self::vring::{RINGS, UserAddrs, Vring};
 use crate::features;
 use crate::framing::{self, Message};
 use crate::status::{MemoryStatus, RingStatus};
@@ -622,93 +621,4 @@ impl Session {
             .map(|(index, vring)| vring.status(index, self.is_enabled(index)))
             .collect()
     }
-}
-
-/// Refuses memory in a file that could stall whoever touches it.
-fn check_memory_file(fd: BorrowedFd<'_>, guest_addr: u64) -> Result<(), RequestError> {
-    let _ = (fd, guest_addr);
-    Ok(())
-}
-
-fn ring_index(index: u32) -> Result<usize, RequestError> {
-    match usize::try_from(index) {
-        Ok(wide) if wide < RINGS => Ok(wide),
-        _ => Err(RequestError::NoSuchRing { index }),
-    }
-}
-
-/// A value out of the bytes of a body, which has to be exactly that long.
-fn decode<T>(bytes: &[u8]) -> Result<T, RequestError>
-where
-    T: ByteValued + Default + VhostUserMsgValidator,
-{
-    let mut value = T::default();
-    let wanted = size_of::<T>();
-    if bytes.len() != wanted {
-        return Err(RequestError::BodyLength {
-            got: bytes.len(),
-            wanted,
-        });
-    }
-    value.as_mut_slice().copy_from_slice(bytes);
-    if value.is_valid() {
-        Ok(value)
-    } else {
-        Err(RequestError::Invalid)
-    }
-}
-
-/// The body of a message that is one number.
-fn number(message: &Message) -> Result<u64, RequestError> {
-    decode::<VhostUserU64>(&message.body).map(|number| number.value)
-}
-
-fn no_fds(message: &Message) -> Result<(), RequestError> {
-    if message.fds.is_empty() {
-        return Ok(());
-    }
-    Err(RequestError::FdCount {
-        got: message.fds.len(),
-        wanted: "none",
-    })
-}
-
-fn one_fd(message: &Message) -> Result<&OwnedFd, RequestError> {
-    match &message.fds[..] {
-        [fd] => Ok(fd),
-        fds => Err(RequestError::FdCount {
-            got: fds.len(),
-            wanted: "one",
-        }),
-    }
-}
-
-/// SET_VRING_KICK, CALL and ERR: which ring (bits 0 to 7), and its descriptor,
-/// or none if bit 8 says that there is none (VHOST_USER_VRING_NOFD_MASK).
-fn notifier(mut message: Message) -> Result<(usize, Option<EventFd>), RequestError> {
-    const INDEX_MASK: u64 = 0xff;
-    const NOFD: u64 = 1 << 8;
-    let number = number(&message)?;
-    let index = u32::try_from(number & !NOFD).unwrap_or(u32::MAX);
-    let index = ring_index(index).map_err(|error| {
-        if number & !(NOFD | INDEX_MASK) == 0 {
-            error
-        } else {
-            RequestError::Invalid
-        }
-    })?;
-    if number & NOFD != 0 {
-        no_fds(&message)?;
-        return Ok((index, None));
-    }
-    one_fd(&message)?;
-    let fd = message.fds.remove(0);
-    let eventfd =
-        EventFd::from_fd(fd).map_err(|error| RequestError::Notifier(error.to_string()))?;
-    Ok((index, Some(eventfd)))
-}
-
-fn clone_of(eventfd: Option<&EventFd>) -> Result<Option<EventFd>, RequestError> {
-    let clone = eventfd.map(EventFd::try_clone).transpose();
-    clone.map_err(|error| RequestError::Notifier(error.to_string()))
 }

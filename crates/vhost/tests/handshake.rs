@@ -20,8 +20,14 @@ fn two_frontends_exchange_frames_and_the_status_tells_each_step() {
     assert!(status.missing.expect("nobody").contains("p0.sock"));
     let mut pair = Pair::new(&bed);
     let status = bed.status(1);
-    assert_eq!((status.state, status.missing), (SessionState::Running, None));
-    assert_eq!(status.features, ["VIRTIO_NET_F_MRG_RXBUF", "VIRTIO_F_VERSION_1"]);
+    assert_eq!(
+        (status.state, status.missing),
+        (SessionState::Running, None)
+    );
+    assert_eq!(
+        status.features,
+        ["VIRTIO_NET_F_MRG_RXBUF", "VIRTIO_F_VERSION_1"]
+    );
     assert_eq!((status.memory.len(), status.rings.len()), (1, 2));
     wait_until("frames go both ways", || {
         pair.exchange();
@@ -52,7 +58,10 @@ fn a_port_waits_for_the_next_frontend_when_one_has_gone() {
             pair.exchange();
             pair.arrived() > 1000
         });
-        bed.switch.port_counters(&name(0)).expect("in the plan").rx_frames
+        bed.switch
+            .port_counters(&name(0))
+            .expect("in the plan")
+            .rx_frames
     };
     for port in 0..2 {
         bed.wait_for(port, SessionState::Listening);
@@ -64,7 +73,10 @@ fn a_port_waits_for_the_next_frontend_when_one_has_gone() {
     });
     pair.assert_nothing_lost();
     let counters = bed.switch.port_counters(&name(0)).expect("in the plan");
-    assert!(counters.rx_frames > sent_before, "the counters of a port stay");
+    assert!(
+        counters.rx_frames > sent_before,
+        "the counters of a port stay"
+    );
     assert_eq!(bed.status(0).connections, 2);
 }
 
@@ -72,7 +84,10 @@ fn a_port_waits_for_the_next_frontend_when_one_has_gone() {
 fn a_stopped_ring_goes_on_where_it_was() {
     let bed = Bed::new(2);
     let mut pair = Pair::new(&bed);
-    let Attached { mut client, mut station } = {
+    let Attached {
+        mut client,
+        mut station,
+    } = {
         // A third station in place of the first: stopped and started often.
         pair.disconnect(0);
         bed.wait_for(0, SessionState::Listening);
@@ -90,7 +105,11 @@ fn a_stopped_ring_goes_on_where_it_was() {
             station.poll();
             station.in_flight() == 0
         });
-        assert_eq!(client.stop(1), sent, "the position in the available ring (B-42)");
+        assert_eq!(
+            client.stop(1),
+            sent,
+            "the position in the available ring (B-42)"
+        );
         let base = client.stop(0);
         client.start(0, &station.guest.rx_config(), base);
         client.start(1, &station.guest.tx_config(), sent);
@@ -114,7 +133,12 @@ fn a_disabled_ring_is_drained_and_gets_nothing() {
     client.share(&receiver.guest);
     client.start(0, &receiver.guest.rx_config(), 0);
     client.start(1, &receiver.guest.tx_config(), 0);
-    assert!(bed.status(1).missing.expect("disabled").contains("SET_VRING_ENABLE"));
+    assert!(
+        bed.status(1)
+            .missing
+            .expect("disabled")
+            .contains("SET_VRING_ENABLE")
+    );
     let drops = |port: u16, reason| {
         let counters = bed.switch.port_counters(&name(port));
         counters.expect("in the plan").drops.get(reason)
@@ -147,7 +171,9 @@ fn a_disabled_ring_is_drained_and_gets_nothing() {
     }
     assert!(receiver.send(0, 64));
     receiver.publish();
-    wait_until("it is discarded", || drops(1, DropReason::QueueDisabled) == 2);
+    wait_until("it is discarded", || {
+        drops(1, DropReason::QueueDisabled) == 2
+    });
 }
 
 #[test]
@@ -169,7 +195,9 @@ fn a_guest_that_asks_for_calls_gets_them_also_through_a_new_eventfd() {
             receiver.station.guest.rx.ring().request_call();
             receiver.station.received() > before
         });
-        receiver.client.ok(Req::SET_VRING_CALL, &longs(&[NOFD]), &[]);
+        receiver
+            .client
+            .ok(Req::SET_VRING_CALL, &longs(&[NOFD]), &[]);
     }
 }
 
@@ -247,7 +275,9 @@ fn a_listener_that_accepts_nothing_holds_nobody_up() {
             )
             .expect("a socket");
             let address = rustix::net::SocketAddrUnix::new(&socket).expect("short");
-            rustix::net::connect(&stream, &address).ok().map(|()| stream)
+            rustix::net::connect(&stream, &address)
+                .ok()
+                .map(|()| stream)
         })
         .collect();
     assert!(!waiting.is_empty());
@@ -300,14 +330,26 @@ fn sockets_that_cannot_be_had_are_refused_with_the_reason() {
     assert!(refused(&config(file.clone())).contains("not a socket"));
     assert_eq!(std::fs::read_to_string(&file).expect("there"), "precious");
     let nowhere = directory.join("missing").join("a.sock");
-    assert!(Backend::check(&config(nowhere)).expect_err("unusable").to_string().contains("directory"));
+    assert!(
+        Backend::check(&config(nowhere))
+            .expect_err("unusable")
+            .to_string()
+            .contains("directory")
+    );
 
     // A socket on which nobody listens any more is replaced.
     let stale = directory.join("stale.sock");
     drop(UnixListener::bind(&stale).expect("free"));
-    assert!(std::fs::symlink_metadata(&stale).expect("there").file_type().is_socket());
+    assert!(
+        std::fs::symlink_metadata(&stale)
+            .expect("there")
+            .file_type()
+            .is_socket()
+    );
     Backend::check(&config(stale.clone())).expect("usable");
-    bed.backend.add(port(), config(stale.clone())).expect("usable");
+    bed.backend
+        .add(port(), config(stale.clone()))
+        .expect("usable");
     UnixStream::connect(&stale).expect("the backend listens");
     // Somebody else's file in its place is not ours to remove.
     std::fs::remove_file(&stale).expect("there");

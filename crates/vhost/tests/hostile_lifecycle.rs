@@ -44,13 +44,17 @@ fn five_hundred_frontends_vanish_in_the_middle_of_a_burst() {
 #[test]
 fn a_port_is_added_and_removed_five_hundred_times_under_load_on_another_pair() {
     let bed = Bed::new(2);
-    bed.switch.apply(&plan([0, 1, 3])).expect("the plan is good");
+    bed.switch
+        .apply(&plan([0, 1, 3]))
+        .expect("the plan is good");
     bed.serve(3);
     let mut pair = Pair::new(&bed);
     let mut sink = Sink::new(&bed, 3);
     let before = (fd_count(), pollux_sys::mapping_count());
     for round in 0..500_u32 {
-        bed.switch.apply(&plan([0, 1, 3, 2])).expect("the plan is good");
+        bed.switch
+            .apply(&plan([0, 1, 3, 2]))
+            .expect("the plan is good");
         bed.serve(2);
         pair.exchange();
         let guest = (round % 2 == 0).then(|| {
@@ -61,11 +65,15 @@ fn a_port_is_added_and_removed_five_hundred_times_under_load_on_another_pair() {
         pair.exchange();
         if round % 3 == 0 {
             // In the other order: the port goes before its session.
-            bed.switch.apply(&plan([0, 1, 3])).expect("the plan is good");
+            bed.switch
+                .apply(&plan([0, 1, 3]))
+                .expect("the plan is good");
             assert!(bed.backend.remove(&name(2)));
         } else {
             assert!(bed.backend.remove(&name(2)));
-            bed.switch.apply(&plan([0, 1, 3])).expect("the plan is good");
+            bed.switch
+                .apply(&plan([0, 1, 3]))
+                .expect("the plan is good");
         }
         assert!(!bed.socket(2).exists());
         drop(guest);

@@ -5,9 +5,7 @@ mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use common::{
-    Bed, Client, FEATURES, NEED_REPLY, Pair, Req, Sink, eventfd, fd_count, longs, words,
-};
+use common::{Bed, Client, FEATURES, NEED_REPLY, Pair, Req, Sink, eventfd, fd_count, longs, words};
 use pollux_testkit::{EVERYBODY, GUEST_BASE, Guest, GuestSpec, Random, Station, wait_until};
 use pollux_vhost::SessionState;
 
@@ -25,7 +23,9 @@ fn resources(bed: &Bed) -> (usize, usize) {
 fn assert_unharmed(bed: &Bed, pair: &mut Pair, before: (usize, usize)) {
     pair.exchange();
     pair.assert_nothing_lost();
-    wait_until("everything is closed and unmapped", || resources(bed) == before);
+    wait_until("everything is closed and unmapped", || {
+        resources(bed) == before
+    });
     let mut guest = bed.attach(ATTACKER);
     assert!(guest.station.send(EVERYBODY, 64));
     guest.station.publish();
@@ -82,7 +82,9 @@ fn send_anything(random: &mut Random, client: &mut Client, guest: &Station) -> b
         low => (low & 1) * NEED_REPLY,
     };
     let body = match random.below(6) {
-        0 => (0..random.below(64)).map(|_| random.bits().to_le_bytes()[0]).collect(),
+        0 => (0..random.below(64))
+            .map(|_| random.bits().to_le_bytes()[0])
+            .collect(),
         1 => longs(&[number(random)]),
         2 | 3 => words(&[random.below(3), random.below(1025)]),
         4 => {
@@ -130,8 +132,16 @@ fn send_something_right(random: &mut Random, client: &mut Client, guest: &Statio
         3 => number(Req::SET_VRING_BASE, 0),
         4 => number(Req::SET_VRING_ENABLE, random.below(2)),
         5 => number(Req::GET_VRING_BASE, 0),
-        6 => (Req::SET_VRING_CALL as u32, longs(&[ring.into()]), vec![eventfd()]),
-        7 => (Req::SET_VRING_KICK as u32, longs(&[ring.into()]), vec![eventfd()]),
+        6 => (
+            Req::SET_VRING_CALL as u32,
+            longs(&[ring.into()]),
+            vec![eventfd()],
+        ),
+        7 => (
+            Req::SET_VRING_KICK as u32,
+            longs(&[ring.into()]),
+            vec![eventfd()],
+        ),
         _ => {
             let areas = config.areas;
             let mut body = words(&[ring, 0]);
@@ -175,6 +185,8 @@ fn random_messages_with_random_descriptors_harm_nobody() {
                 pair.exchange();
             }
         }
+        sink.fill(&mut guest);
+        bed.turn();
         // What it was answered is read by nobody: also right.
         drop(client);
         bed.wait_until_gone(ATTACKER, seed + 1);
@@ -185,7 +197,10 @@ fn random_messages_with_random_descriptors_harm_nobody() {
         pair.exchange();
         sink.poll();
     }
-    assert!(ran > 100, "{ran} of 400 had a ring that ran: the test tests little");
+    assert!(
+        ran > 100,
+        "{ran} of 400 had a ring that ran: the test tests little"
+    );
     assert_unharmed(&bed, &mut pair, before);
 }
 
@@ -232,7 +247,9 @@ fn a_stream_that_makes_no_sense_ends_and_one_in_pieces_does_not() {
         client.send_raw(&bytes, &[]);
         assert!(client.is_closed());
         wait_until("the reason is kept", || {
-            bed.status(ATTACKER).last_error.is_some_and(|error| error.contains("header") || error.contains("reply"))
+            bed.status(ATTACKER)
+                .last_error
+                .is_some_and(|error| error.contains("header") || error.contains("reply"))
         });
         bed.wait_for(ATTACKER, SessionState::Listening);
     }
@@ -250,7 +267,9 @@ fn a_stream_that_makes_no_sense_ends_and_one_in_pieces_does_not() {
     let (code, body) = client.reply().expect("put together");
     assert_eq!((code, body.len()), (Req::GET_FEATURES as u32, 8));
     // Many at a time.
-    let many: Vec<u8> = (0..100).flat_map(|_| words(&[Req::GET_FEATURES as u32, 1, 0])).collect();
+    let many: Vec<u8> = (0..100)
+        .flat_map(|_| words(&[Req::GET_FEATURES as u32, 1, 0]))
+        .collect();
     client.send_raw(&many, &[]);
     for _ in 0..100 {
         client.reply().expect("one for each");

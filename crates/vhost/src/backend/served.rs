@@ -133,7 +133,11 @@ impl Served {
         };
         // A frontend that starts again may be here before we know that the one
         // before has gone.
-        if self.connection.as_ref().is_some_and(|old| old.stream.has_hung_up()) {
+        if self
+            .connection
+            .as_ref()
+            .is_some_and(|old| old.stream.has_hung_up())
+        {
             self.disconnect(&Ended::Closed);
         }
         if self.connection.is_some() {

@@ -49,7 +49,7 @@ pub(crate) enum RequestError {
     #[error("{error}{}", source_text(.error))]
     Memory { error: MemoryError },
     #[error(
-        "the region at guest address {guest_addr:#x} is in a file of type {found}, which could \
+        "the region at guest address {guest_addr:#x} is in a file on {found}, which could \
          stall the switch; share memory as memfd, tmpfs or hugetlbfs (QEMU: \
          memory-backend-memfd,share=on), or set any_memory = true on the port"
     )]

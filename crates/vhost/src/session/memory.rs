@@ -1,6 +1,6 @@
 //! The regions of guest memory that a frontend has shared.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use pollux_virtio::{GuestMemory, Region, RegionPlace};
@@ -108,13 +108,22 @@ impl MemoryMap {
     }
 
     fn map(&self, place: RegionPlace, fd: &OwnedFd) -> Result<Region, RequestError> {
-        // A file system of the frontend's (FUSE) could stall a worker in a page
-        // fault for as long as it likes.
         if !self.any_memory {
-            super::check_memory_file(fd.as_fd(), place.guest_addr)?;
+            check_memory_file(fd.as_fd(), place.guest_addr)?;
         }
         Ok(Region::map(fd.as_fd(), place)?)
     }
+}
+
+/// Refuses memory in a file whose file system could stall whoever touches it:
+/// with FUSE that may be a process of the frontend's.
+pub(super) fn check_memory_file(fd: BorrowedFd<'_>, guest_addr: u64) -> Result<(), RequestError> {
+    let found = match pollux_sys::memory_file(fd) {
+        Ok(file) if file.is_memory() => return Ok(()),
+        Ok(file) => file.to_string(),
+        Err(error) => format!("unknown kind ({error})"),
+    };
+    Err(RequestError::MemoryFile { guest_addr, found })
 }
 
 fn place_of(region: &VhostUserMemoryRegion) -> RegionPlace {

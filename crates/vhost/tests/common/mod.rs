@@ -44,7 +44,10 @@ pub(crate) fn plan(ports: impl IntoIterator<Item = u16>) -> Plan {
             name: "w0".to_owned(),
             core: None,
         }],
-        ports: ports.into_iter().map(|port| PortPlan::new(&name(port))).collect(),
+        ports: ports
+            .into_iter()
+            .map(|port| PortPlan::new(&name(port)))
+            .collect(),
         ..Plan::default()
     }
 }
@@ -114,6 +117,17 @@ impl Bed {
 
     pub(crate) fn status(&self, port: u16) -> PortStatus {
         self.backend.status(&name(port)).expect("it is served")
+    }
+
+    /// Waits until the worker has begun a turn after this call.
+    pub(crate) fn turn(&self) {
+        let turns = || {
+            let counters = self.switch.worker_counters("w0");
+            counters.expect("the worker runs").worker.turns
+        };
+        // One may have begun before, and one may be under way.
+        let end = turns() + 2;
+        wait_until("the worker takes turns", || turns() >= end);
     }
 
     /// Waits until the `count`th frontend of a port has come and gone.
@@ -281,7 +295,11 @@ impl Client {
 
     pub(crate) fn send(&mut self, request: u32, flags: u32, body: &[u8], fds: &[OwnedFd]) -> bool {
         let mut bytes = Vec::new();
-        for word in [request, 1 | flags, u32::try_from(body.len()).expect("short")] {
+        for word in [
+            request,
+            1 | flags,
+            u32::try_from(body.len()).expect("short"),
+        ] {
             bytes.extend(word.to_ne_bytes());
         }
         bytes.extend(body);
