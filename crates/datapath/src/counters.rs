@@ -286,6 +286,12 @@ impl SharedCounters {
         PortCounters::from_words(&words)
     }
 
+    /// A number that changes with every publication, so at least with every turn
+    /// and every visit that had work (unless a reader asks for a moment without).
+    pub(crate) fn progress(&self) -> u64 {
+        self.sequence.load(Ordering::Relaxed)
+    }
+
     /// Calls `copy` until the worker wrote nothing meanwhile.
     fn at_one_moment(&self, mut copy: impl FnMut()) {
         let mut is_whole = || {

@@ -24,7 +24,9 @@ pub trait Queue: Send + Any {
 /// A queue that the switch receives from: a guest's TX ring, a NIC's RX queue.
 ///
 /// Called once per burst, by the worker that polls it, which holds the queue's
-/// cell. Implementations neither allocate, log, nor block.
+/// cell. Implementations neither allocate, log, nor block. A system call that
+/// its peer made to wait is interrupted by the watchdog: EINTR, which a call that
+/// does not wait never returns, has to break the queue. So for [`TxQueue`].
 pub trait RxQueue: Queue {
     /// Receives one burst; an empty one if nothing is there or the queue is
     /// broken. Nothing is taken before [`Returns::finish`].
@@ -247,16 +249,20 @@ impl<Q: Queue + ?Sized> QueueSlot<Q> {
         }
     }
 
-    /// Why the queue broke, once for each time that it did.
+    /// Why the queue broke, once for each time that it did. `None` also while
+    /// somebody is in the queue: housekeeping asks again, and must not wait for
+    /// a worker that it has to interrupt (another queue may have come in place
+    /// of the broken one, and stopped it).
     fn take_fault(&self) -> Option<String> {
         if self.status.get() != Status::BROKEN {
             return None;
         }
-        self.cell.control(|slot| {
+        let fault = self.cell.try_control(|slot| {
             let fault = slot.as_ref()?.fault()?;
             self.status.set(Status::REPORTED);
             Some(fault)
-        })
+        });
+        fault.flatten()
     }
 }
 
@@ -335,8 +341,13 @@ impl Port {
         queue
     }
 
-    /// Changes the queue that the switch receives from, if there is one: no worker is
-    /// in it meanwhile, and it goes on afterwards. So `change` should be short.
+    /// Changes the queue that the switch receives from; `None` if it is stopped.
+    ///
+    /// No worker is in the queue while `change` runs, and the queue goes on
+    /// afterwards: what arrives meanwhile waits in it. So slow work comes before,
+    /// and `change` must not call this port: it would wait for itself. The
+    /// [state](Self::rx_state) afterwards is that of the queue: one that was
+    /// repaired is running, one that was broken is broken.
     pub fn change_rx<R>(&self, change: impl FnOnce(&mut dyn RxQueue) -> R) -> Option<R> {
         self.rx.change(change)
     }
@@ -348,8 +359,9 @@ impl Port {
         self.rx.state()
     }
 
-    /// Changes the queue that the switch transmits through, if there is one: no worker is
-    /// in it meanwhile, and it goes on afterwards. So `change` should be short.
+    /// Changes the queue that the switch transmits through; `None` if it is
+    /// stopped. As [`change_rx`](Self::change_rx), but frames for the port are
+    /// dropped `port-reconfiguring` meanwhile: their senders wait for nobody.
     pub fn change_tx<R>(&self, change: impl FnOnce(&mut dyn TxQueue) -> R) -> Option<R> {
         self.tx.change(change)
     }

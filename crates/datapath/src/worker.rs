@@ -44,7 +44,8 @@ impl PolledQueue {
 
 /// A thread that forwards. After it has started it neither allocates nor frees,
 /// makes no system call but those of its ports, and waits for nobody but, for
-/// one burst, another worker in the queue that it transmits through.
+/// one burst, another worker in the queue that it transmits through. Housekeeping
+/// interrupts it if a peer makes one of those calls wait.
 pub(crate) struct Worker {
     shared: Arc<WorkerShared>,
     tick: Arc<AtomicU16>,

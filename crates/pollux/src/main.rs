@@ -19,7 +19,9 @@ use tracing_subscriber::EnvFilter;
 use crate::error::{Exit, Fault, Refusal};
 
 /// Without RUST_LOG: what changes with a port, and what goes wrong.
-const LOG_DEFAULT: &str = "warn,pollux=info,pollux_datapath=warn";
+const LOG_OF_RUN: &str = "warn,pollux=info,pollux_datapath=warn";
+/// Without RUST_LOG, where ports come and go as they should.
+const LOG_OF_DEMO: &str = "warn";
 
 /// A poll-mode vhost-user switch.
 #[derive(Debug, Parser)]
@@ -46,6 +48,14 @@ enum Command {
 }
 
 impl Command {
+    /// What is logged without RUST_LOG.
+    fn log_default(&self) -> &'static str {
+        match self {
+            Self::Run(_) => LOG_OF_RUN,
+            Self::Demo(_) => LOG_OF_DEMO,
+        }
+    }
+
     fn run(&self) -> anyhow::Result<()> {
         match self {
             Self::Run(args) => daemon::run(args),
@@ -64,7 +74,7 @@ fn main() -> ExitCode {
             return if is_wrong { Exit::Usage } else { Exit::Done }.into();
         }
     };
-    match start_log().and_then(|()| cli.command.run()) {
+    match start_log(cli.command.log_default()).and_then(|()| cli.command.run()) {
         Ok(()) => Exit::Done.into(),
         Err(error) => match error.downcast_ref::<Refusal>() {
             Some(refusal) => {
@@ -80,11 +90,11 @@ fn main() -> ExitCode {
 }
 
 /// Logs to stderr what RUST_LOG asks for.
-fn start_log() -> anyhow::Result<()> {
+fn start_log(default: &str) -> anyhow::Result<()> {
     let asked = std::env::var("RUST_LOG")
         .ok()
         .filter(|asked| !asked.is_empty());
-    let directives = asked.as_deref().unwrap_or(LOG_DEFAULT);
+    let directives = asked.as_deref().unwrap_or(default);
     let filter = EnvFilter::builder().parse(directives).map_err(|error| {
         let next = "write RUST_LOG=LEVEL or RUST_LOG=TARGET=LEVEL,…, or unset it";
         let fault = Fault::new("$RUST_LOG", error.to_string(), next);

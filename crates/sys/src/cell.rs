@@ -13,7 +13,8 @@
 //! * A worker enters by changing the word from 0 to LOCKED, and by nothing
 //!   else. While the count is not 0 that cannot succeed.
 //! * Control adds one to the count, waits until LOCKED is clear, sets it, and
-//!   takes both back in one step at the end.
+//!   takes both back in one step at the end. Control that may not wait changes
+//!   the word from 0 to both, or gives up.
 //!
 //! So from the instant at which the flag is up, no worker can enter: at most the
 //! one that is inside finishes its burst. That is an argument about one word's
@@ -36,6 +37,7 @@
 //! | [`RingCell::try_lock`] (polled ring) | enters | [`Busy::Held`] | [`Busy::Raised`] |
 //! | [`RingCell::lock_unless_raised`] (transmit) | enters | spins | [`Raised`] |
 //! | [`RingCell::control`] | enters | waits | waits for its turn |
+//! | [`RingCell::try_control`] | enters | gives up | gives up |
 //!
 //! There is no queue: among transmitting workers and among control threads the
 //! order is whatever the processor makes it. Taking a cell again while holding
@@ -219,6 +221,25 @@ impl<T> RingCell<T> {
         // panics.
         guard.unlock.amount = LOCKED + RAISED;
         change(&mut guard)
+    }
+
+    /// Like [`control`](Self::control) if nobody has the cell or wants it now;
+    /// otherwise `None`, without having kept anybody out. For a thread that must
+    /// not wait even for a worker that is stuck in a burst, and can ask again.
+    ///
+    /// # Panics
+    ///
+    /// If `change` panics, as for [`control`](Self::control).
+    pub fn try_control<R>(&self, change: impl FnOnce(&mut T) -> R) -> Option<R> {
+        // The flag goes up with the lock: a worker that comes meanwhile gives up
+        // at once instead of spinning for a thread that may have no core.
+        self.word
+            .0
+            .compare_exchange(0, LOCKED + RAISED, Ordering::Acquire, Ordering::Relaxed)
+            .ok()?;
+        let mut guard = self.entered();
+        guard.unlock.amount = LOCKED + RAISED;
+        Some(change(&mut guard))
     }
 
     /// Takes the value out of a cell that nobody else refers to any more.

@@ -6,14 +6,35 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
-/// A non-blocking event counter, or what a frontend sent in its place: vhost-user
-/// allows a pipe or a socket as well.
+use crate::descriptor;
+
+/// What `/proc` calls an eventfd.
+const EVENTFD_LINK: &str = "anon_inode:[eventfd]";
+
+/// Why a descriptor of a frontend cannot be a kick, a call or an error signal.
+#[derive(Debug, thiserror::Error)]
+pub enum NotifierError {
+    /// It is something else.
+    #[error("{found} is neither an eventfd nor a Unix socket")]
+    Kind {
+        /// What it is: "a regular file", "anon_inode:[timerfd]".
+        found: String,
+    },
+    /// `statx(2)` failed.
+    #[error("cannot ask what kind of file it is")]
+    Inspect(#[source] io::Error),
+    /// `fcntl(2)` failed.
+    #[error("cannot set O_NONBLOCK on it")]
+    Nonblocking(#[source] io::Error),
+}
+
+/// A non-blocking event counter, or a Unix socket that a frontend sent in its
+/// place.
 ///
 /// A frontend shares the open file with us and can clear `O_NONBLOCK` at any
 /// time, so a write can still block if its sender wants that; the switch's
 /// watchdog, not this type, ends such a wait (the call then returns
-/// [`ErrorKind::Interrupted`]). Writing to a pipe or socket whose other end is
-/// closed raises SIGPIPE unless the process ignores it, as Rust programs do.
+/// [`ErrorKind::Interrupted`]). Writing to a socket whose other end is closed raises SIGPIPE unless the process ignores it, as Rust programs do.
 #[derive(Debug)]
 pub struct EventFd {
     file: File,
@@ -37,35 +58,50 @@ impl EventFd {
         Ok(Self { file: fd.into() })
     }
 
-    /// Takes over a descriptor that a frontend sent, and sets `O_NONBLOCK` on it.
-    /// Whether it is of a kind that vhost-user allows is for the caller to check.
+    /// Takes over a kick, call or error descriptor that a frontend sent, and sets
+    /// `O_NONBLOCK` on its open file. It has to be an eventfd or a Unix socket.
+    ///
+    /// Not a pipe, though vhost-user has them in use: whoever reads a pipe holds
+    /// its lock while the bytes are copied, and if they go to memory whose pages
+    /// it supplies itself (userfaultfd, FUSE) it keeps every writer waiting in
+    /// the kernel, `O_NONBLOCK` or not, where no signal reaches it. The same goes
+    /// for the sockets of TCP. Eventfds and Unix sockets copy without a lock that
+    /// writers take.
+    ///
+    /// An eventfd has no format bits in its mode; it is told from other anonymous
+    /// files by the name that `/proc` has for it. Where there is no `/proc` the
+    /// missing bits suffice.
     ///
     /// # Errors
     ///
-    /// Those of `fcntl(2)`.
-    pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
-        // SAFETY: no pointers are passed, and `fd` is open as long as we own it.
-        let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
-        if flags < 0 {
-            return Err(io::Error::last_os_error());
+    /// See [`NotifierError`]. The descriptor is closed.
+    pub fn from_peer(fd: OwnedFd) -> Result<Self, NotifierError> {
+        let mode = descriptor::stat(fd.as_fd())
+            .map_err(NotifierError::Inspect)?
+            .mode;
+        let found = match mode & libc::S_IFMT {
+            0 => descriptor::link(fd.as_fd()).filter(|found| found != EVENTFD_LINK),
+            libc::S_IFSOCK if descriptor::is_unix_socket(fd.as_fd()) => None,
+            libc::S_IFSOCK => Some("a socket that is not a Unix socket".to_owned()),
+            _ => Some(descriptor::kind(mode).to_owned()),
+        };
+        if let Some(found) = found {
+            return Err(NotifierError::Kind { found });
         }
-        // SAFETY: as above.
-        let result =
-            unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
-        if result < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        set_nonblocking(fd.as_fd()).map_err(NotifierError::Nonblocking)?;
         Ok(Self { file: fd.into() })
     }
 
     /// Adds one to the counter: one `write(2)`, nothing is allocated. A counter
-    /// (or pipe) that is full counts as delivered, since its reader has not yet
+    /// (or socket) that is full counts as delivered, since its reader has not yet
     /// seen what is there.
     ///
     /// # Errors
     ///
-    /// Any other error of `write(2)`. Nobody needs to stop for it: the signal is
-    /// lost, and the port may count it.
+    /// [`ErrorKind::Interrupted`] if the write waited, which means that the peer
+    /// has cleared `O_NONBLOCK`, and a signal ended the wait: a write that does
+    /// not wait is never interrupted. Else any other error of `write(2)`, for
+    /// which nobody needs to stop: the signal is lost.
     pub fn signal(&self) -> io::Result<()> {
         match (&self.file).write(&1_u64.to_ne_bytes()) {
             Ok(_) => Ok(()),
@@ -77,8 +113,7 @@ impl EventFd {
     /// Takes what is in the counter: how many signals came since the last call,
     /// 0 if none (or if reading failed).
     ///
-    /// It is one `read(2)` of 8 bytes, which empties an eventfd. Of a pipe or
-    /// socket only "none" and "some" mean something, and what its sender wrote
+    /// It is one `read(2)` of 8 bytes, which empties an eventfd. Of a socket only "none" and "some" mean something, and what its sender wrote
     /// beyond 8 bytes is left for the next call: a sender cannot keep us here.
     pub fn drain(&self) -> u64 {
         let mut count = [0_u8; 8];
@@ -97,6 +132,21 @@ impl EventFd {
         let file = self.file.try_clone()?;
         Ok(Self { file })
     }
+}
+
+/// Sets `O_NONBLOCK` on an open file, for everybody who shares it.
+fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: no pointers are passed, and `fd` is open.
+    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: as above.
+    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 impl AsFd for EventFd {
@@ -141,17 +191,60 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_serves_too() {
-        let (reader, writer) = io::pipe().unwrap();
-        let reader = EventFd::from_fd(reader.into()).unwrap();
-        let writer = EventFd::from_fd(writer.into()).unwrap();
-        assert_eq!(reader.drain(), 0, "from_fd made it non-blocking");
-        // More than a pipe holds: still no wait and no error.
+    fn a_unix_socket_serves_too() {
+        let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let reader = EventFd::from_peer(reader.into()).unwrap();
+        let writer = EventFd::from_peer(writer.into()).unwrap();
+        assert_eq!(reader.drain(), 0, "from_peer made it non-blocking");
+        // More than a socket holds: still no wait and no error.
         for _ in 0..20_000 {
             writer.signal().unwrap();
         }
         assert!(reader.drain() > 0);
         drop(reader);
         assert_eq!(writer.signal().unwrap_err().kind(), ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn an_eventfd_of_a_peer_becomes_nonblocking() {
+        // SAFETY: no pointers are passed.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        assert!(fd >= 0);
+        // SAFETY: the descriptor was made for us just now.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let eventfd = EventFd::from_peer(fd).unwrap();
+        assert_eq!(eventfd.drain(), 0, "a blocking one would wait here");
+        eventfd.signal().unwrap();
+        assert_eq!(eventfd.drain(), 1);
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let socket = EventFd::from_peer(ours.into()).unwrap();
+        assert_eq!(socket.drain(), 0);
+        (&theirs).write_all(&[1]).unwrap();
+        assert!(socket.drain() > 0);
+    }
+
+    #[test]
+    fn anything_else_is_refused_by_its_name() {
+        let open = |path| OwnedFd::from(File::open(path).unwrap());
+        // SAFETY: no pointers are passed.
+        let timer = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) };
+        assert!(timer >= 0);
+        // SAFETY: the descriptor was made for us just now.
+        let timer = unsafe { OwnedFd::from_raw_fd(timer) };
+        let (_reader, pipe) = io::pipe().unwrap();
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        for (fd, what) in [
+            (pipe.into(), "a pipe"),
+            (tcp.into(), "a socket that is not a Unix socket"),
+            (crate::memfd("a file", 8).unwrap(), "a regular file"),
+            (open("/dev/null"), "a device"),
+            (open("/"), "a directory"),
+            (timer, "anon_inode:[timerfd]"),
+        ] {
+            let error = EventFd::from_peer(fd).unwrap_err();
+            assert!(matches!(&error, NotifierError::Kind { found } if found == what));
+            let text = format!("{what} is neither an eventfd nor a Unix socket");
+            assert_eq!(error.to_string(), text);
+        }
     }
 }

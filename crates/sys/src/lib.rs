@@ -8,9 +8,12 @@
 //!   switch by shortening the file under it ([`Mapping`], [`poison_count`]).
 //! * [`cell`]: what workers and control share on the packet path, one lock per
 //!   burst and a flag by which control always gets its turn ([`RingCell`]).
+//! * [`memory_file`]: whether a file that a peer sent as memory is memory.
 //! * [`clock`]: time in ticks of the processor's counter ([`Clock`]).
 //! * [`pin`]: one thread, one core ([`pin_current_thread`]).
 //! * [`eventfd`]: kicks and calls that never block a worker ([`EventFd`]).
+//! * [`interrupt`]: what ends the wait of a worker that was made to block
+//!   ([`Interrupt`]).
 //! * [`hint`]: pause, prefetch, and the one fence that the rings need.
 //!
 //! # Why `unsafe` is allowed here
@@ -31,16 +34,21 @@ compile_error!("pollux-sys needs 64-bit Linux: it uses memfd, eventfd and 64-bit
 
 pub mod cell;
 pub mod clock;
+mod descriptor;
 pub mod eventfd;
 pub mod hint;
+pub mod interrupt;
 pub mod mapping;
+pub mod memory_file;
 pub mod pin;
 mod primitive;
 mod registry;
 
 pub use cell::{Busy, Guard, Raised, RingCell};
 pub use clock::Clock;
-pub use eventfd::EventFd;
+pub use eventfd::{EventFd, NotifierError};
 pub use hint::{full_fence, pause, prefetch_read, prefetch_write};
+pub use interrupt::Interrupt;
 pub use mapping::{MAPPING_CAPACITY, MapError, Mapping, mapping_count, memfd, poison_count};
+pub use memory_file::{MemoryFile, memory_file};
 pub use pin::{PinError, available_cores, pin_current_thread};

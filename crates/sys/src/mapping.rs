@@ -27,7 +27,7 @@ use std::{
     ptr::NonNull,
 };
 
-use crate::registry;
+use crate::{descriptor, memory_file, registry};
 
 /// How many mappings a process can have at a time. Far above need (8 regions and
 /// a log for each of 1,000 ports is 9,000) and small enough for a table of fixed
@@ -42,15 +42,6 @@ pub enum MapError {
     Empty {
         /// Where in the file.
         offset: u64,
-    },
-    /// The offset is not on a page boundary (of the file system's page size: 2 MiB
-    /// or 1 GiB on hugetlbfs).
-    #[error("offset {offset} is not a multiple of the file's page size, {page_bytes} bytes")]
-    Unaligned {
-        /// Where in the file.
-        offset: u64,
-        /// The file's page size.
-        page_bytes: u64,
     },
     /// `offset + len` is more than an offset can say.
     #[error("{len} bytes at offset {offset} end beyond the largest file offset")]
@@ -70,7 +61,7 @@ pub enum MapError {
         /// The length of the file; 0 if it is not a file with a length.
         file_bytes: u64,
     },
-    /// `fstat(2)` or `fstatfs(2)` failed.
+    /// `statx(2)` or `fstatfs(2)` failed.
     #[error("cannot ask for the size of the file to be mapped")]
     Inspect(#[source] io::Error),
     /// `mmap(2)` failed: the descriptor is not open for reading and writing, the
@@ -104,9 +95,12 @@ pub enum MapError {
 /// atomic, each field once). Nothing may use the pointer after the drop.
 #[derive(Debug)]
 pub struct Mapping {
-    start: NonNull<u8>,
+    /// What was asked for.
+    first: NonNull<u8>,
     len: usize,
-    /// `len` rounded up to whole pages of the file: what the kernel mapped.
+    /// What the kernel mapped: whole pages of the file, from the one with the
+    /// first byte to the one with the last.
+    start: NonNull<u8>,
     mapped_bytes: usize,
     slot: registry::Slot,
 }
@@ -122,8 +116,15 @@ impl Mapping {
     /// Maps `len` bytes of `fd` from `offset` on. The descriptor may be closed
     /// afterwards.
     ///
-    /// What kind of file it is, is not checked; see `fstatfs(2)`. The size is
-    /// checked now; that it stays so is not to be relied on, and not relied on.
+    /// The offset is in bytes and need not be on a page boundary: frontends cut
+    /// a file of huge pages where the guest's address space has a hole (QEMU:
+    /// guest address and offset 0xc0000). The kernel maps whole pages, so what
+    /// lies around the range in its first and last page is mapped too, and is
+    /// replaced with it when the mapping is poisoned.
+    ///
+    /// What kind of file it is, is not checked; see
+    /// [`memory_file`](crate::memory_file()). The size is checked now; that it
+    /// stays so is not to be relied on, and not relied on.
     ///
     /// # Errors
     ///
@@ -132,24 +133,10 @@ impl Mapping {
         if len == 0 {
             return Err(MapError::Empty { offset });
         }
-        let page_bytes = page_bytes(fd)?;
-        if !offset.is_multiple_of(page_bytes) {
-            return Err(MapError::Unaligned { offset, page_bytes });
-        }
-        let overflow = || MapError::Overflow { offset, len };
-        let end = u64::try_from(len)
-            .ok()
-            .and_then(|len| offset.checked_add(len))
-            .ok_or_else(overflow)?;
-        let file_offset = libc::off_t::try_from(offset).map_err(|_| overflow())?;
-        // Whole pages, because hugetlbfs maps whole pages, and unmaps (and lays
-        // other memory over) nothing less.
-        let mapped_bytes = usize::try_from(page_bytes)
-            .ok()
-            .and_then(|page_bytes| len.checked_next_multiple_of(page_bytes))
-            .ok_or_else(overflow)?;
-        let file_bytes = file_bytes(fd)?;
-        if end > file_bytes {
+        let page_bytes = memory_file::page_bytes(fd).map_err(MapError::Inspect)?;
+        let part = Part::of(offset, len, page_bytes).ok_or(MapError::Overflow { offset, len })?;
+        let file_bytes = descriptor::stat(fd).map_err(MapError::Inspect)?.bytes;
+        if part.end > file_bytes {
             return Err(MapError::OutsideFile {
                 offset,
                 len,
@@ -158,7 +145,8 @@ impl Mapping {
         }
 
         registry::install_action().map_err(MapError::Action)?;
-        let start = map_shared(fd, file_offset, mapped_bytes).map_err(|source| MapError::Mmap {
+        let mapped_bytes = part.mapped_bytes;
+        let start = map_shared(fd, part.start, mapped_bytes).map_err(|source| MapError::Mmap {
             offset,
             len,
             source,
@@ -169,9 +157,12 @@ impl Mapping {
                 capacity: MAPPING_CAPACITY,
             });
         };
+        // SAFETY: less than a page, of which at least one is mapped at `start`.
+        let first = unsafe { start.add(part.skipped_bytes) };
         Ok(Self {
-            start,
+            first,
             len,
+            start,
             mapped_bytes,
             slot,
         })
@@ -181,7 +172,7 @@ impl Mapping {
     #[inline]
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
-        self.start
+        self.first
     }
 
     /// The length in bytes, as asked for.
@@ -204,6 +195,41 @@ impl Mapping {
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         registry::is_poisoned(&self.slot)
+    }
+}
+
+/// A part of a file in whole pages. All in bytes.
+struct Part {
+    /// Offset of the first page.
+    start: libc::off_t,
+    /// How much of that page lies before the part.
+    skipped_bytes: usize,
+    /// Length of all pages: hugetlbfs maps whole pages, and unmaps (and lays
+    /// other memory over) nothing less.
+    mapped_bytes: usize,
+    /// Offset behind the part.
+    end: u64,
+}
+
+impl Part {
+    /// `len` bytes from `offset` on; `None` if an offset cannot say where they
+    /// or their pages end.
+    fn of(offset: u64, len: usize, page_bytes: u64) -> Option<Self> {
+        let skipped = offset % page_bytes;
+        let skipped_bytes = usize::try_from(skipped).ok()?;
+        let mapped_bytes = skipped_bytes
+            .checked_add(len)?
+            .checked_next_multiple_of(usize::try_from(page_bytes).ok()?)?;
+        let start = offset - skipped;
+        // The kernel counts in signed offsets.
+        let start_offset = libc::off_t::try_from(start).ok()?;
+        start_offset.checked_add(libc::off_t::try_from(mapped_bytes).ok()?)?;
+        Some(Self {
+            start: start_offset,
+            skipped_bytes,
+            mapped_bytes,
+            end: offset.checked_add(u64::try_from(len).ok()?)?,
+        })
     }
 }
 
@@ -261,40 +287,6 @@ pub fn memfd(name: &str, len: u64) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     Ok(fd)
-}
-
-/// The length of a file; 0 for what has none (a device, a socket).
-fn file_bytes(fd: BorrowedFd<'_>) -> Result<u64, MapError> {
-    let mut stat = core::mem::MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: the kernel writes one `stat` to memory that we own.
-    if unsafe { libc::fstat(fd.as_raw_fd(), stat.as_mut_ptr()) } < 0 {
-        return Err(MapError::Inspect(io::Error::last_os_error()));
-    }
-    // SAFETY: the call succeeded, so the kernel has filled it in.
-    let stat = unsafe { stat.assume_init() };
-    Ok(u64::try_from(stat.st_size).unwrap_or(0))
-}
-
-/// The unit in which a file can be mapped: the huge page size on hugetlbfs, whose
-/// block size it is, the system's page size elsewhere.
-fn page_bytes(fd: BorrowedFd<'_>) -> Result<u64, MapError> {
-    let mut statfs = core::mem::MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: the kernel writes one `statfs` to memory that we own.
-    if unsafe { libc::fstatfs(fd.as_raw_fd(), statfs.as_mut_ptr()) } < 0 {
-        return Err(MapError::Inspect(io::Error::last_os_error()));
-    }
-    // SAFETY: the call succeeded, so the kernel has filled it in.
-    let statfs = unsafe { statfs.assume_init() };
-    let page_bytes = if statfs.f_type == libc::HUGETLBFS_MAGIC {
-        statfs.f_bsize
-    } else {
-        // SAFETY: no pointers are passed.
-        unsafe { libc::sysconf(libc::_SC_PAGESIZE) }
-    };
-    match u64::try_from(page_bytes) {
-        Ok(page_bytes) if page_bytes > 0 => Ok(page_bytes),
-        _ => Err(MapError::Inspect(io::Error::last_os_error())),
-    }
 }
 
 fn map_shared(

@@ -176,3 +176,23 @@ fn a_cell_is_shared_where_its_value_can_be_sent() {
     shared::<RingCell<std::cell::Cell<u8>>>();
     shared::<Guard<'static, u8>>();
 }
+
+#[test]
+fn control_that_may_not_wait_gives_up_and_disturbs_nobody() {
+    let cell = RingCell::new(1);
+    let changed = cell.try_control(|value| {
+        assert_eq!(cell.try_lock().unwrap_err(), Busy::Raised);
+        assert_eq!(cell.lock_unless_raised().unwrap_err(), Raised);
+        assert_eq!(cell.try_control(|_| ()), None);
+        *value += 1;
+        *value
+    });
+    assert_eq!(changed, Some(2));
+    let guard = cell.try_lock().unwrap();
+    assert_eq!(cell.try_control(|_| ()), None);
+    assert_eq!(cell.try_lock().unwrap_err(), Busy::Held, "not raised");
+    drop(guard);
+    let panicked = catch_unwind(AssertUnwindSafe(|| cell.try_control(|_| panic!("change"))));
+    assert!(panicked.is_err());
+    assert_eq!(*cell.try_lock().unwrap(), 2, "free again");
+}

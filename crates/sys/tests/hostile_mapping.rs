@@ -16,7 +16,7 @@ use std::{
     thread,
 };
 
-use pollux_sys::{MapError, Mapping, memfd, poison_count};
+use pollux_sys::{MapError, Mapping, mapping_count, memfd, poison_count};
 use pollux_testkit::skip;
 
 const PAGE: usize = 4096;
@@ -191,12 +191,6 @@ fn refuses_with_the_numbers() {
     let file = file_of(2);
     let error = |offset, len| Mapping::map(file.as_fd(), offset, len).unwrap_err();
     assert!(matches!(error(0, 0), MapError::Empty { offset: 0 }));
-    let unaligned = error(100, 1);
-    assert!(matches!(unaligned, MapError::Unaligned { .. }));
-    assert_eq!(
-        unaligned.to_string(),
-        "offset 100 is not a multiple of the file's page size, 4096 bytes"
-    );
     let outside = error(4096, 4097);
     assert!(matches!(
         outside,
@@ -211,7 +205,16 @@ fn refuses_with_the_numbers() {
         "4097 bytes at offset 4096 end beyond the file, which has 8192 bytes"
     );
     let last_page = u64::MAX - 4095;
-    for (offset, len) in [(last_page, 4096), (4096, usize::MAX), (last_page, 1)] {
+    // The last offset that the kernel can say, and one page too many.
+    let largest = i64::MAX.cast_unsigned();
+    for (offset, len) in [
+        (last_page, 4096),
+        (4096, usize::MAX),
+        (last_page, 1),
+        (u64::MAX, 1),
+        (largest, 1),
+        (largest - 100, 200),
+    ] {
         assert!(matches!(error(offset, len), MapError::Overflow { .. }));
     }
     let (socket, _other_end) = std::os::unix::net::UnixStream::pair().unwrap();
@@ -228,12 +231,63 @@ fn refuses_with_the_numbers() {
     assert!(memfd("too long", u64::MAX).is_err());
 }
 
+#[test]
+fn an_offset_inside_a_page_is_as_good_as_any() {
+    // Alone in a process: nobody else maps anything where it was unmapped.
+    if let Some(status) = in_child("an_offset_inside_a_page_is_as_good_as_any") {
+        assert!(status.success(), "{status}");
+        return;
+    }
+    let file = file_of(4);
+    let numbers = (0..=250).flat_map(|number| [number; 97]);
+    let bytes: Vec<u8> = numbers.take(4 * PAGE).collect();
+    file.write_all_at(&bytes, 0).unwrap();
+    let before = mapping_count();
+    // (offset, len): inside a page, up to its end, over its end, to the end.
+    for (offset, len) in [(1, 1), (100, 3996), (4095, 2), (5000, 4 * PAGE - 5000)] {
+        let at = usize::try_from(offset).unwrap();
+        let mapping = Mapping::map(file.as_fd(), offset, len).unwrap();
+        assert_eq!(mapping.len(), len);
+        for index in [0, len / 2, len - 1] {
+            assert_eq!(read(&mapping, index), bytes[at + index], "{offset}, {len}");
+        }
+    }
+    assert!(matches!(
+        Mapping::map(file.as_fd(), 5000, 4 * PAGE - 5000 + 1),
+        Err(MapError::OutsideFile { offset: 5000, .. })
+    ));
+    let mapping = Mapping::map(file.as_fd(), 100, 2 * PAGE).unwrap();
+    let (first, end) = (mapping.as_ptr().addr().get() - 100, 2 * PAGE + 100);
+    file.set_len(4096).unwrap();
+    assert_eq!(read(&mapping, 0), bytes[100]);
+    assert_eq!(read(&mapping, 2 * PAGE - 1), 0, "a fault in the last page");
+    assert!(mapping.is_poisoned());
+    assert_eq!(read(&mapping, 0), 0, "all of it is replaced");
+    drop(mapping);
+    assert_eq!(mapping_count(), before);
+    // Every page is unmapped, the first and the last too.
+    for page in (first..first + end).step_by(PAGE) {
+        assert!(!is_mapped(page), "{page:#x}");
+    }
+}
+
+/// Whether there is memory at an address, of whatever kind.
+fn is_mapped(page: usize) -> bool {
+    let mut resident = 0;
+    let page = std::ptr::without_provenance_mut::<libc::c_void>(page);
+    // SAFETY: the kernel only looks, and writes one byte for one page.
+    unsafe { libc::mincore(page, PAGE, &raw mut resident) == 0 }
+}
+
 /// On hugetlbfs everything is in huge pages: what is mapped, laid over, unmapped.
 #[test]
 fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
     const HUGE: usize = 2 << 20;
     const TEST: &str = "huge_pages_are_mapped_laid_over_and_unmapped_whole";
-    let _alone = alone();
+    if let Some(status) = in_child(TEST) {
+        assert!(status.success(), "{status}");
+        return;
+    }
     // SAFETY: a C string and flags.
     let fd = unsafe {
         libc::memfd_create(
@@ -249,10 +303,6 @@ fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
     // SAFETY: the descriptor was made for us just now.
     let file: File = unsafe { std::os::fd::FromRawFd::from_raw_fd(fd) };
     file.set_len((2 * HUGE).try_into().unwrap()).unwrap();
-    assert!(matches!(
-        Mapping::map(file.as_fd(), 4096, PAGE),
-        Err(MapError::Unaligned { page_bytes, .. }) if page_bytes == 2 << 20
-    ));
     let mapping = match Mapping::map(file.as_fd(), 0, HUGE + 1) {
         Ok(mapping) => mapping,
         Err(error) => {
@@ -261,10 +311,26 @@ fn huge_pages_are_mapped_laid_over_and_unmapped_whole() {
         }
     };
     write(&mapping, HUGE, 1);
+    // As QEMU cuts the memory of a PC around the hole below 1 MiB.
+    let upper = Mapping::map(file.as_fd(), 0xc_0000, 2 * HUGE - 0xc_0000).unwrap();
+    assert_eq!(read(&upper, HUGE - 0xc_0000), 1);
+    write(&upper, 0, 2);
+    assert_eq!(read(&mapping, 0xc_0000), 2);
+    let lower = Mapping::map(file.as_fd(), 4096, PAGE).unwrap();
+    write(&mapping, 4096, 3);
+    assert_eq!(read(&lower, 0), 3);
     file.set_len(0).unwrap();
     assert_eq!(read(&mapping, HUGE), 0);
-    assert!(mapping.is_poisoned());
-    drop(mapping);
+    assert!(mapping.is_poisoned() && !upper.is_poisoned());
+    assert_eq!(read(&upper, upper.len() - 1), 0);
+    assert!(upper.is_poisoned() && !lower.is_poisoned());
+    assert_eq!(read(&lower, 0), 0);
+    assert!(lower.is_poisoned());
+    let pages = [&mapping, &upper, &lower].map(|m| m.as_ptr().addr().get() & !(HUGE - 1));
+    drop((mapping, upper, lower));
+    for page in pages {
+        assert!(!is_mapped(page), "{page:#x}");
+    }
 }
 
 // Faults that are not ours. Each of these tests runs itself again as a child

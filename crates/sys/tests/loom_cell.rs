@@ -221,3 +221,23 @@ fn a_worker_and_two_controls_exclude_each_other() {
         assert_eq!(*cell.try_lock().unwrap(), Pair(sum, sum), "flag is down");
     });
 }
+
+#[test]
+fn control_that_may_not_wait_enters_a_free_cell_only() {
+    bounded(3, || {
+        let cell = Arc::new(RingCell::new(Pair(0, 0)));
+        let enter = |enter: fn(&RingCell<Pair>) -> bool| {
+            let cell = cell.clone();
+            thread::spawn(move || enter(&cell))
+        };
+        let asking = enter(|cell| cell.try_control(|pair| pair.add(1)).is_some());
+        let worker = enter(|cell| cell.try_lock().map(|mut pair| pair.add(10)).is_ok());
+        cell.control(|pair| pair.add(100));
+        let (asked, worked) = (asking.join().unwrap(), worker.join().unwrap());
+        let wanted = 100 + u32::from(asked) + 10 * u32::from(worked);
+        // Nobody has left a flag behind.
+        let mut pair = cell.try_lock().unwrap();
+        pair.add(0);
+        assert_eq!(pair.0, wanted);
+    });
+}

@@ -5,6 +5,7 @@ mod alloc;
 mod random;
 mod raw;
 mod skip;
+pub mod testpmd;
 mod traffic;
 mod wait;
 

@@ -70,8 +70,23 @@ impl Rings for PortRings {
         enabled: bool,
     ) -> Result<(), RequestError> {
         let memory = Arc::clone(memory);
+        let base = config.base;
+        let tell_position = |position: u16| {
+            if position != base {
+                let port = self.port.name();
+                tracing::warn!(
+                    port,
+                    ring,
+                    base,
+                    position,
+                    "SET_VRING_BASE differs from used.idx: the ring goes on at used.idx, frames \
+                     that were under way may come twice"
+                );
+            }
+        };
         if ring == GUEST_RX {
             let ring = Box::new(device::RxRing::new(memory, config)?);
+            tell_position(ring.base());
             if enabled {
                 return self.start_rx_ring(ring);
             }
@@ -79,6 +94,7 @@ impl Rings for PortRings {
             return Ok(());
         }
         let mut ring = device::TxRing::new(memory, config)?;
+        tell_position(ring.base());
         ring.set_discard(!enabled);
         self.port
             .start_rx(Box::new(ring))

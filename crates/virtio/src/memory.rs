@@ -70,12 +70,12 @@ pub struct Region {
 impl Region {
     /// Maps a region of a frontend's file.
     ///
-    /// The offset in the file has to be a multiple of the page size, as
-    /// frontends send it.
+    /// The offset in the file need not be a multiple of its page size (see
+    /// [`Mapping::map`]).
     ///
     /// # Errors
-    /// If the region is empty, wraps, lies outside the file or starts inside a
-    /// page of it, or if the kernel refuses.
+    /// If the region is empty, wraps or lies outside the file, or if the kernel
+    /// refuses.
     pub fn map(fd: BorrowedFd<'_>, place: RegionPlace) -> Result<Self, MemoryError> {
         let RegionPlace {
             guest_addr,
@@ -413,6 +413,30 @@ mod tests {
             Region::map(fd.as_fd(), place),
             Err(MemoryError::Empty { .. })
         ));
+    }
+
+    #[test]
+    fn a_region_may_start_inside_a_page_of_its_file() {
+        let fd = pollux_sys::memfd("test", 3 * PAGE).expect("memfd");
+        let region = |file_offset, size| {
+            let place = RegionPlace {
+                guest_addr: file_offset,
+                size,
+                user_addr: 0,
+                file_offset,
+            };
+            Region::map(fd.as_fd(), place).expect("inside the file")
+        };
+        let whole = GuestMemory::new([region(0, 3 * PAGE)]).expect("one");
+        let cut = GuestMemory::new([region(0, 1000), region(1000, 3 * PAGE - 1000)]);
+        let cut = cut.expect("they meet");
+        let bytes = [1, 2, 3, 4, 5, 6, 7, 8];
+        for addr in [996, 1000, PAGE - 4, 3 * PAGE - 8] {
+            cut.write(addr, &bytes).expect("adjacent");
+            let mut back = [0; 8];
+            whole.read(addr, &mut back).expect("one region");
+            assert_eq!(back, bytes, "{addr}");
+        }
     }
 
     #[test]

@@ -413,7 +413,7 @@ fn b06_a_net_header_that_flips() {
 fn notification() -> (EventFd, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("socket pair");
     theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    let event = EventFd::from_fd(ours.into()).expect("a socket is allowed");
+    let event = EventFd::from_peer(ours.into()).expect("a socket is allowed");
     (event, theirs)
 }
 

@@ -1,11 +1,12 @@
 //! The reaper and the clock: one ordinary thread.
 
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pollux_switch::Fdb;
+use pollux_sys::Interrupt;
 
 use super::Time;
 use crate::port::Port;
@@ -15,27 +16,69 @@ use crate::worker::WorkerShared;
 const PERIOD: Duration = Duration::from_millis(10);
 const SECOND: Duration = Duration::from_secs(1);
 
+/// How often is looked whether workers make progress. One that made none from
+/// one look to the next has been stuck for one to two periods.
+const WATCH_PERIOD: Duration = Duration::from_secs(1);
+
 /// A worker as it is looked after.
 pub(super) struct WatchedWorker {
     name: String,
     pub(super) shared: Arc<WorkerShared>,
+    /// Ends a wait of its thread.
+    interrupt: Interrupt,
     /// Its thread has the value, and drops it however it ends.
     alive: Weak<()>,
     /// Control wants it to end, or it was reported that it has.
     is_end_known: AtomicBool,
+    /// Its progress at the last look.
+    progress_seen: AtomicU64,
+    /// It had made none.
+    is_stuck: AtomicBool,
 }
 
 impl WatchedWorker {
-    /// A worker, and what its thread has to keep until it ends.
-    pub(super) fn new(name: &str, shared: Arc<WorkerShared>) -> (Self, Arc<()>) {
-        let alive = Arc::new(());
-        let worker = Self {
+    /// A worker whose thread has started and keeps the value of `alive` until it
+    /// ends.
+    pub(super) fn new(
+        name: &str,
+        shared: Arc<WorkerShared>,
+        interrupt: Interrupt,
+        alive: Weak<()>,
+    ) -> Self {
+        Self {
             name: name.to_owned(),
             shared,
-            alive: Arc::downgrade(&alive),
+            interrupt,
+            alive,
             is_end_known: AtomicBool::new(false),
-        };
-        (worker, alive)
+            // It cannot have come so far.
+            progress_seen: AtomicU64::new(u64::MAX),
+            is_stuck: AtomicBool::new(false),
+        }
+    }
+
+    /// Interrupts the worker if it has made no progress since the last look, and
+    /// again at each look until it makes some. The first time is reported.
+    ///
+    /// What stops a worker is a peer that made one of its system calls wait;
+    /// that call's queue breaks over the interruption (`RingFault::CallBlocks`
+    /// of a guest's ring). A worker that only had no core does not notice.
+    fn watch(&self) {
+        let progress = self.shared.counters().progress();
+        let is_stuck = self.progress_seen.swap(progress, Ordering::Relaxed) == progress
+            && self.alive.strong_count() != 0;
+        if is_stuck {
+            // It may end at this moment: then there is nobody to interrupt.
+            let _ = self.interrupt.send();
+        }
+        if is_stuck && !self.is_stuck.load(Ordering::Relaxed) {
+            tracing::warn!(
+                worker = self.name,
+                "the worker made no progress for a second: it is interrupted, in case that a \
+                 peer keeps it in a system call; else it has no core"
+            );
+        }
+        self.is_stuck.store(is_stuck, Ordering::Relaxed);
     }
 
     /// From now on the end of the thread is no news. True if it was none before.
@@ -68,8 +111,9 @@ struct Shared {
     watched: Mutex<Watched>,
 }
 
-/// Drops what workers have retired, reports workers that ended by themselves
-/// and queues that broke, moves the tick and ages the FDB.
+/// Interrupts workers that are stuck, drops what they have retired, reports
+/// workers that ended by themselves and queues that broke, moves the tick and
+/// ages the FDB. Nothing of this waits for a worker.
 pub(super) struct Housekeeping {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -132,9 +176,17 @@ impl Drop for Housekeeping {
 impl Shared {
     fn run(&self, time: Time) {
         let mut next_second = Instant::now() + SECOND;
+        let mut next_watch = Instant::now() + WATCH_PERIOD;
         while !self.stop.load(Ordering::Relaxed) {
             thread::park_timeout(PERIOD);
             let watched = self.watched();
+            // By the clock, whatever ages addresses; and first, since nothing
+            // else comes right while a worker is stuck.
+            let now = Instant::now();
+            if now >= next_watch {
+                watched.workers.iter().for_each(|worker| worker.watch());
+                next_watch = now + WATCH_PERIOD;
+            }
             watched.reap();
             watched.report_ended();
             watched.report_broken();

@@ -6,6 +6,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use pollux_switch::{Fdb, Forwarding, ForwardingConfig, Mode, PortId};
+use pollux_sys::{Interrupt, PinError};
 
 use super::ApplyError;
 use super::housekeeping::{Housekeeping, WatchedWorker};
@@ -214,16 +215,17 @@ impl State {
         let tick = housekeeping.tick();
         let (core, thread_start) = (plan.core, self.thread_start);
         let own = Arc::clone(&shared);
-        let (watched, alive) = WatchedWorker::new(&plan.name, shared);
+        let alive = Arc::new(());
+        let is_alive = Arc::downgrade(&alive);
         let (report, started) = mpsc::channel();
         let thread = thread::Builder::new()
             .name(format!("pollux-{}", plan.name))
             .spawn(move || {
                 let _alive = alive;
-                let pinned = core.map_or(Ok(()), pollux_sys::pin_current_thread);
-                let failed = pinned.is_err();
+                let ready = make_ready(core);
+                let failed = ready.is_err();
                 // The other end waits for this one message.
-                let _ = report.send(pinned);
+                let _ = report.send(ready);
                 drop(report);
                 if failed {
                     return;
@@ -238,20 +240,16 @@ impl State {
                 worker: plan.name.clone(),
                 source,
             })?;
-        match started.recv() {
-            Ok(Ok(())) => {}
-            Ok(Err(source)) => {
-                return Err(ApplyError::Pin {
-                    worker: plan.name.clone(),
-                    source,
-                });
+        let worker = plan.name.clone();
+        let interrupt = match started.recv() {
+            Ok(Ok(interrupt)) => interrupt,
+            Ok(Err(NotReady::Pin(source))) => return Err(ApplyError::Pin { worker, source }),
+            Ok(Err(NotReady::Interrupt(source))) => {
+                return Err(ApplyError::Thread { worker, source });
             }
-            Err(mpsc::RecvError) => {
-                return Err(ApplyError::WorkerDied {
-                    worker: plan.name.clone(),
-                });
-            }
-        }
+            Err(mpsc::RecvError) => return Err(ApplyError::WorkerDied { worker }),
+        };
+        let watched = WatchedWorker::new(&plan.name, shared, interrupt, is_alive);
         self.workers.push(RunningWorker {
             plan: plan.clone(),
             watched: Arc::new(watched),
@@ -460,6 +458,20 @@ impl State {
                 .collect(),
         );
     }
+}
+
+/// Why a worker's thread cannot begin.
+enum NotReady {
+    Pin(PinError),
+    Interrupt(std::io::Error),
+}
+
+/// Pins the calling thread, which is to be a worker's; it can be interrupted
+/// from now on.
+fn make_ready(core: Option<usize>) -> Result<Interrupt, NotReady> {
+    core.map_or(Ok(()), pollux_sys::pin_current_thread)
+        .map_err(NotReady::Pin)?;
+    Interrupt::of_this_thread().map_err(NotReady::Interrupt)
 }
 
 impl RunningWorker {

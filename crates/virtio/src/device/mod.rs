@@ -26,8 +26,9 @@ pub struct RingConfig {
     pub areas: RingAreas,
     /// What was negotiated.
     pub features: Features,
-    /// Position in the available ring at which to go on (SET_VRING_BASE). The
-    /// position in the used ring is read from the ring itself.
+    /// Position in the available ring at which to go on, as the frontend says
+    /// (SET_VRING_BASE). If `used.idx` of the ring differs, the ring goes on
+    /// there: see [`TxRing::base`].
     pub base: u16,
     /// Written to call the driver; `None` if it polls.
     pub call: Option<EventFd>,

@@ -1,5 +1,6 @@
 //! Position and notification state of the device half of a split ring.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
@@ -33,6 +34,13 @@ pub enum RingFault {
     /// The guest's memory file was shortened under the switch.
     #[error("guest memory was truncated")]
     MemoryTruncated,
+    /// A call waited until it was interrupted: whoever owns the eventfd has
+    /// cleared O_NONBLOCK on it and filled it, and so stopped a worker.
+    #[error(
+        "the call eventfd blocks: its owner cleared O_NONBLOCK on it and let it fill up, \
+         which stopped a worker until the watchdog interrupted it"
+    )]
+    CallBlocks,
 }
 
 /// Notifications of a ring since it started.
@@ -90,13 +98,17 @@ pub(super) struct SplitDevice {
 impl SplitDevice {
     pub(super) fn new(memory: Arc<GuestMemory>, config: RingConfig) -> Result<Self, RingError> {
         let ring = SplitRing::new(memory, config.areas)?;
+        // Whoever served the ring before has returned every chain up to here. If
+        // the frontend names another place (a backend that was killed cannot say
+        // where it was; virtio-user then says 0), this one holds: chains that
+        // were taken and not returned are processed again, and none is skipped.
         let next_used = ring.used_idx();
         let mut device = Self {
             ring,
             event_idx: config.features.event_idx,
-            next_avail: config.base,
-            avail_seen: config.base,
-            prefetched: config.base,
+            next_avail: next_used,
+            avail_seen: next_used,
+            prefetched: next_used,
             heads: Box::new([0; BATCH_MAX]),
             near: Place::default(),
             next_used,
@@ -363,11 +375,18 @@ impl SplitDevice {
 
     #[cold]
     fn call(&mut self) {
-        if let Some(call) = &self.call {
+        let Some(call) = &self.call else { return };
+        match call.signal() {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {
+                // A write that does not wait is never interrupted. Nothing is
+                // written to this eventfd again, since the ring is broken. It is
+                // closed with the ring, by control: closing what a frontend sent
+                // (a socket that lingers) may wait as well.
+                self.set_fault(RingFault::CallBlocks);
+            }
             // A full counter means that a call is pending: delivered. Other
             // errors are the frontend's doing and its loss.
-            let _ = call.signal();
-            self.notifications.sent += 1;
+            Ok(()) | Err(_) => self.notifications.sent += 1,
         }
     }
 
