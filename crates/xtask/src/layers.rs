@@ -43,7 +43,8 @@ pub(crate) enum Layer {
     Test,
     /// Concurrency models (loom), in `tests/loom_*.rs` and in src.
     Loom,
-    /// Release build of the benchmarks, so that they cannot rot (one test).
+    /// Release build of the switch and the benchmarks, so that they cannot rot
+    /// (one test).
     Bench,
 }
 
@@ -68,7 +69,7 @@ impl Layer {
             Self::Tidy => "tidy",
             Self::Test => "unit, integration, doc",
             Self::Loom => "loom",
-            Self::Bench => "bench build",
+            Self::Bench => "release build",
         }
     }
 }
@@ -107,7 +108,14 @@ pub(crate) fn run(layer: Layer, workspace: &Workspace, tools: &Tools, limit: Dur
             }
             Layer::Loom => loom(&mut report, workspace, limit),
             Layer::Bench => {
-                let build = cargo(["build", "--release", "--package", "pollux-bench"]);
+                let build = cargo([
+                    "build",
+                    "--release",
+                    "--package",
+                    "pollux",
+                    "--package",
+                    "pollux-bench",
+                ]);
                 one_command(&mut report, build, limit);
             }
         }

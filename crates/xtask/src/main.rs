@@ -80,7 +80,7 @@ fn test(args: &TestArgs) -> anyhow::Result<ExitCode> {
     let limit = Duration::from_secs(args.limit_minutes.saturating_mul(60));
     let chosen = Layer::chosen(&args.only);
     let tools = setup::prepare(&chosen, !args.no_install, limit);
-    let _huge_pages = setup::HugePages::set_aside(&chosen, !args.no_install);
+    let _huge_pages = setup::HugePages::set_aside(&chosen, !args.no_install, limit);
     let reports = match Workspace::load() {
         Ok(workspace) => chosen
             .into_iter()

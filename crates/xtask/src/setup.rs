@@ -52,6 +52,21 @@ const fn needs(layer: Layer) -> &'static [Need] {
     }
 }
 
+/// A DPDK guest for end-to-end tests.
+const TESTPMD: Need = Need::Program {
+    name: "dpdk-testpmd",
+    packages: &["dpdk-dev"],
+};
+
+/// What some tests of a layer use. They say themselves what they miss, and are
+/// counted as skipped; the others run without.
+const fn wants(layer: Layer) -> &'static [Need] {
+    match layer {
+        Layer::Test => &[TESTPMD],
+        _ => &[],
+    }
+}
+
 /// Result of the set-up: which layers cannot run, and why.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tools {
@@ -73,6 +88,13 @@ pub(crate) fn prepare(layers: &[Layer], install: bool, limit: Duration) -> Tools
     let mut tools = Tools::default();
     let mut done: Vec<(Need, Result<(), String>)> = Vec::new();
     for &layer in layers {
+        for &want in wants(layer) {
+            let shown = match provide(want, install, limit) {
+                Ok(()) => "present".to_owned(),
+                Err(reason) => format!("{reason}; tests that use it are skipped"),
+            };
+            println!("{}: {shown}", want.name());
+        }
         for &need in needs(layer) {
             let known = done.iter().find(|(other, _)| *other == need);
             let result = if let Some((_, result)) = known {
@@ -98,40 +120,66 @@ pub(crate) fn prepare(layers: &[Layer], install: bool, limit: Duration) -> Tools
     tools
 }
 
-/// Huge pages of 2 MiB that tests map; without them such a test is skipped.
-const HUGE_PAGE_COUNT: u32 = 512;
+/// Huge pages of 2 MiB for tests: 128 for each DPDK guest of a test, and those
+/// that tests of mappings use; without them such a test is skipped.
+const HUGE_PAGE_COUNT: u32 = 768;
 const HUGE_PAGES_FILE: &str = "/proc/sys/vm/nr_hugepages";
+/// Where DPDK looks for them.
+const HUGE_PAGES_MOUNT: &str = "/dev/hugepages";
 
-/// Huge pages that were set aside for the tests and are given back at the end.
-#[derive(Debug)]
+/// Huge pages that were set aside for the tests and mounted; both is undone at
+/// the end.
+#[derive(Debug, Default)]
 pub(crate) struct HugePages {
     before: Option<String>,
+    mounted: bool,
 }
 
 impl HugePages {
-    /// Sets huge pages aside if there are none, tests will run, and this is
-    /// root on a kernel that has them.
-    pub(crate) fn set_aside(layers: &[Layer], install: bool) -> Self {
-        let nothing = Self { before: None };
-        if !install || !layers.contains(&Layer::Test) {
-            return nothing;
+    /// Sets huge pages aside and mounts them as far as there are none, if tests
+    /// will run and this is root on a kernel that has them.
+    pub(crate) fn set_aside(layers: &[Layer], install: bool, limit: Duration) -> Self {
+        let mut pages = Self::default();
+        if !install || !layers.contains(&Layer::Test) || !is_root() {
+            return pages;
         }
         let Ok(before) = fs::read_to_string(HUGE_PAGES_FILE) else {
-            return nothing;
+            return pages;
         };
-        if before.trim() != "0" || fs::write(HUGE_PAGES_FILE, HUGE_PAGE_COUNT.to_string()).is_err()
-        {
-            return nothing;
+        if before.trim() == "0" && fs::write(HUGE_PAGES_FILE, HUGE_PAGE_COUNT.to_string()).is_ok() {
+            println!("huge pages: {HUGE_PAGE_COUNT} asked for");
+            pages.before = Some(before);
         }
-        println!("huge pages: {HUGE_PAGE_COUNT} asked for");
-        Self {
-            before: Some(before),
+        let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
+        if !has_hugetlbfs(&mounts) {
+            let mounted = fs::create_dir_all(HUGE_PAGES_MOUNT)
+                .map_err(|error| error.to_string())
+                .and_then(|()| {
+                    let args = ["-t", "hugetlbfs", "none", HUGE_PAGES_MOUNT];
+                    run("mount", &args, limit)
+                });
+            match mounted {
+                Ok(()) => pages.mounted = true,
+                Err(error) => println!("{HUGE_PAGES_MOUNT} was not mounted: {error}"),
+            }
         }
+        pages
     }
+}
+
+/// Whether a `/proc/mounts` text has huge pages somewhere.
+fn has_hugetlbfs(mounts: &str) -> bool {
+    let mut types = mounts.lines().map(|line| line.split(' ').nth(2));
+    types.any(|kind| kind == Some("hugetlbfs"))
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
+        if self.mounted
+            && let Err(error) = run("umount", &[HUGE_PAGES_MOUNT], Duration::from_secs(10))
+        {
+            eprintln!("cannot unmount {HUGE_PAGES_MOUNT}: {error}");
+        }
         if let Some(before) = &self.before
             && let Err(error) = fs::write(HUGE_PAGES_FILE, before)
         {
@@ -252,6 +300,12 @@ mod tests {
     fn the_effective_user_is_read() {
         assert_eq!(effective_uid("Name:\tx\nUid:\t1000\t0\t0\t0\n"), Some(0));
         assert_eq!(effective_uid("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn a_mount_of_huge_pages_is_found() {
+        assert!(has_hugetlbfs("none /dev/hugepages hugetlbfs rw 0 0\n"));
+        assert!(!has_hugetlbfs("tmpfs /dev/shm tmpfs rw 0 0\n"));
     }
 
     #[test]
