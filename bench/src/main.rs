@@ -6,6 +6,7 @@ mod engine;
 mod issue;
 mod path;
 mod probe;
+mod testpmd;
 
 use clap::{Args, Parser, Subcommand};
 
@@ -27,6 +28,8 @@ enum Task {
     Engine(engine::EngineArgs),
     /// Measure the path of a frame on one core, without cache misses.
     Path(path::PathArgs),
+    /// Measure DPDK guests through pollux, and through DPDK's own vhost ports.
+    Testpmd(testpmd::TestpmdArgs),
 }
 
 #[derive(Args, Debug)]
@@ -41,6 +44,7 @@ fn main() -> anyhow::Result<()> {
         Task::Probe(args) => print_probe(&args),
         Task::Engine(args) => engine::run(&args),
         Task::Path(args) => path::run(&args),
+        Task::Testpmd(args) => testpmd::run(&args),
     }
 }
 
