@@ -36,6 +36,9 @@ pub(crate) struct TestpmdArgs {
     /// Bursts of 32 frames that each port sends at first.
     #[arg(long, default_value_t = 24)]
     tx_first: u32,
+    /// More device arguments of the guests, such as in_order=0.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    device: String,
     /// Seconds of each sample.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
@@ -109,6 +112,7 @@ struct Report {
     size: u32,
     ring: u16,
     tx_first: u32,
+    device: String,
     seconds: f64,
     rows: Vec<Row>,
     samples: Vec<Sample>,
@@ -148,6 +152,7 @@ pub(crate) fn run(args: &TestpmdArgs) -> anyhow::Result<()> {
         size: args.size,
         ring: args.ring,
         tx_first: args.tx_first,
+        device: args.device.clone(),
         seconds: args.seconds,
         rows: rows(&samples),
         samples,
@@ -263,13 +268,15 @@ fn measure(args: &TestpmdArgs, subject: Subject, machine: &MachineState) -> anyh
         socket: &sockets[index],
         station,
         queue_size: args.ring,
-        options: "",
+        options: &args.device,
     };
     // Each frame is for the other port: known unicast.
     let arguments = [
         format!("--eth-peer=0,{}", mac_text(2)),
         format!("--eth-peer=1,{}", mac_text(1)),
         format!("--txpkts={}", args.size),
+        format!("--rxd={}", args.ring),
+        format!("--txd={}", args.ring),
     ];
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let mut guests = Testpmd::start(&TestpmdSpec {
@@ -357,9 +364,9 @@ impl fmt::Display for Report {
         writeln!(f, "{}", self.machine)?;
         writeln!(
             f,
-            "testpmd: 2 virtio-user ports, io, split ring {}, {} B, tx_first {}, {} s a sample; \
-             min-med-max",
-            self.ring, self.size, self.tx_first, self.seconds
+            "testpmd: 2 virtio-user ports \"{}\", io, split ring {}, {} B, tx_first {}, \
+             {} s a sample; min med max",
+            self.device, self.ring, self.size, self.tx_first, self.seconds
         )?;
         writeln!(
             f,
