@@ -68,38 +68,25 @@ impl Rings for PortRings {
         memory: &Arc<GuestMemory>,
         config: RingConfig,
         enabled: bool,
-    ) -> Result<(), RequestError> {
+    ) -> Result<u16, RequestError> {
         let memory = Arc::clone(memory);
-        let base = config.base;
-        let tell_position = |position: u16| {
-            if position != base {
-                let port = self.port.name();
-                tracing::warn!(
-                    port,
-                    ring,
-                    base,
-                    position,
-                    "SET_VRING_BASE differs from used.idx: the ring goes on at used.idx, frames \
-                     that were under way may come twice"
-                );
-            }
-        };
         if ring == GUEST_RX {
             let ring = Box::new(device::RxRing::new(memory, config)?);
-            tell_position(ring.base());
+            let position = ring.base();
             if enabled {
-                return self.start_rx_ring(ring);
+                self.start_rx_ring(ring)?;
+            } else {
+                self.disabled_rx = Some(ring);
             }
-            self.disabled_rx = Some(ring);
-            return Ok(());
+            return Ok(position);
         }
         let mut ring = device::TxRing::new(memory, config)?;
-        tell_position(ring.base());
+        let position = ring.base();
         ring.set_discard(!enabled);
         self.port
             .start_rx(Box::new(ring))
-            .map(drop)
-            .map_err(|_| RequestError::PortRemoved)
+            .map_err(|_| RequestError::PortRemoved)?;
+        Ok(position)
     }
 
     fn stop(&mut self, ring: usize) -> Option<u16> {

@@ -43,14 +43,15 @@ use crate::status::{MemoryStatus, RingStatus};
 /// The queues of the port that a session serves. Each call returns when no
 /// worker uses the state before it.
 pub(crate) trait Rings {
-    /// Gives a ring to the workers. Disabled: what the guest sends is discarded.
+    /// Gives a ring to the workers, and returns the position at which it goes
+    /// on. Disabled: what the guest sends is discarded.
     fn start(
         &mut self,
         ring: usize,
         memory: &Arc<GuestMemory>,
         config: RingConfig,
         enabled: bool,
-    ) -> Result<(), RequestError>;
+    ) -> Result<u16, RequestError>;
 
     /// Takes a ring away from the workers; everything that was received has been
     /// returned. The position in its available ring; `None` if it is not there.
@@ -84,6 +85,8 @@ pub(crate) struct Outcome {
     pub(crate) request: String,
     /// Why it was refused, if it was.
     pub(crate) error: Option<RequestError>,
+    /// What an operator should know though it was carried out.
+    pub(crate) notes: Vec<String>,
 }
 
 /// The body of a reply of its own, or nothing where only an acknowledgement is
@@ -97,6 +100,8 @@ pub(crate) struct Session {
     protocol_features: u64,
     memory: MemoryMap,
     vrings: [Vring; RINGS],
+    /// Of the message at hand.
+    notes: Vec<String>,
 }
 
 impl Session {
@@ -106,6 +111,7 @@ impl Session {
             protocol_features: 0,
             memory: MemoryMap::new(any_memory),
             vrings: Default::default(),
+            notes: Vec::new(),
         }
     }
 
@@ -139,6 +145,7 @@ impl Session {
             },
             request: name,
             error,
+            notes: std::mem::take(&mut self.notes),
         }
     }
 
@@ -529,7 +536,15 @@ impl Session {
         let started = start();
         vring.running = started.is_ok();
         vring.fault = started.as_ref().err().map(ToString::to_string);
-        started
+        let position = started?;
+        let base = std::mem::replace(&mut vring.base, position);
+        if position != base {
+            self.notes.push(format!(
+                "vring {index} goes on at its used.idx, {position}, and not at SET_VRING_BASE, \
+                 {base}: frames that were under way may come twice"
+            ));
+        }
+        Ok(())
     }
 
     /// GET_VRING_BASE: back to the state before SET_VRING_KICK.

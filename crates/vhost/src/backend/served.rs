@@ -18,9 +18,9 @@ use crate::status::{PortStatus, SessionState};
 const RETRY: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 /// Messages of one frontend that are carried out before the others get a turn.
 const MESSAGES_PER_TURN: u32 = 32;
-/// Refused requests that are logged, of each connection: a frontend must not be
-/// able to fill a disk.
-const ERRORS_LOGGED: u32 = 8;
+/// Lines about a port in each second at most: a frontend must not be able to
+/// fill a disk.
+const LINES_PER_SECOND: u32 = 20;
 
 /// How a frontend comes in.
 #[derive(Debug)]
@@ -52,7 +52,35 @@ struct Connection {
     stream: Stream,
     session: Session,
     rings: PortRings,
-    errors: u32,
+}
+
+/// How much may still be logged about a port.
+#[derive(Debug)]
+struct LogBudget {
+    since: Instant,
+    lines: u32,
+}
+
+impl LogBudget {
+    fn new() -> Self {
+        Self {
+            since: Instant::now(),
+            lines: 0,
+        }
+    }
+
+    /// True if one more line may be logged now.
+    fn take(&mut self) -> bool {
+        let now = Instant::now();
+        if now.duration_since(self.since) >= Duration::from_secs(1) {
+            *self = Self {
+                since: now,
+                lines: 0,
+            };
+        }
+        self.lines = self.lines.saturating_add(1);
+        self.lines <= LINES_PER_SECOND
+    }
 }
 
 /// A port as the event loop has it.
@@ -66,6 +94,7 @@ pub(super) struct Served {
     refused: u64,
     last_request: Option<String>,
     last_error: Option<String>,
+    log: LogBudget,
 }
 
 /// What became of a frontend that wanted to connect.
@@ -90,6 +119,7 @@ impl Served {
             refused: 0,
             last_request: None,
             last_error: None,
+            log: LogBudget::new(),
         }
     }
 
@@ -142,7 +172,7 @@ impl Served {
         }
         if self.connection.is_some() {
             self.refused += 1;
-            if self.refused <= u64::from(ERRORS_LOGGED) {
+            if self.log.take() {
                 tracing::warn!(
                     port = self.name(),
                     "a second frontend was refused: one is connected"
@@ -176,9 +206,10 @@ impl Served {
             stream: Stream::new(fd),
             session: Session::new(self.config.any_memory),
             rings: PortRings::new(Arc::clone(&self.port)),
-            errors: 0,
         });
-        tracing::info!(port = self.name(), "a frontend has connected");
+        if self.log.take() {
+            tracing::info!(port = self.name(), "a frontend has connected");
+        }
     }
 
     fn wait_before_connecting(&mut self) {
@@ -218,21 +249,23 @@ impl Served {
         let outcome = connection.session.handle(message, &mut connection.rings);
         let port = self.port.name();
         tracing::trace!(port, request = outcome.request, error = ?outcome.error, "request");
+        for note in outcome.notes {
+            if self.log.take() {
+                tracing::warn!(port, request = outcome.request, "{note}");
+            }
+        }
         if let Some(error) = outcome.error {
-            connection.errors += 1;
-            if connection.errors <= ERRORS_LOGGED {
-                let request = &outcome.request;
-                if matches!(error, RequestError::Unknown | RequestError::NotOffered) {
-                    tracing::debug!(port, request, "{error}");
-                } else {
-                    tracing::warn!(port, request, "refused: {error}");
-                }
+            let request = &outcome.request;
+            if matches!(error, RequestError::Unknown | RequestError::NotOffered) {
+                tracing::debug!(port, request, "{error}");
+            } else if self.log.take() {
+                tracing::warn!(port, request, "refused: {error}");
             }
             self.last_error = Some(format!("{} was refused: {error}", outcome.request));
         }
         self.last_request = Some(outcome.request);
         let is_running = connection.session.missing().is_none();
-        if is_running != was_running {
+        if is_running != was_running && self.log.take() {
             let state = if is_running {
                 "both rings run"
             } else {
@@ -253,11 +286,14 @@ impl Served {
             return;
         };
         connection.session.end(&mut connection.rings);
-        if matches!(why, Ended::Closed) {
-            tracing::info!(port = self.name(), "{why}");
-        } else {
-            tracing::warn!(port = self.name(), "{why}");
+        let may_log = self.log.take();
+        if !matches!(why, Ended::Closed) {
             self.last_error = Some(why.to_string());
+            if may_log {
+                tracing::warn!(port = self.name(), "{why}");
+            }
+        } else if may_log {
+            tracing::info!(port = self.name(), "{why}");
         }
         self.wait_before_connecting();
     }

@@ -18,6 +18,8 @@ struct FakeRings {
     running: HashMap<usize, (RingConfig, bool)>,
     calls_set: u32,
     relocated: Vec<(usize, RingAreas)>,
+    /// Where rings go on, if not where they are told to.
+    position: Option<u16>,
     /// How far a ring gets while it runs.
     progress: u16,
     fault: Option<String>,
@@ -30,12 +32,13 @@ impl Rings for FakeRings {
         memory: &Arc<GuestMemory>,
         config: RingConfig,
         enabled: bool,
-    ) -> Result<(), RequestError> {
+    ) -> Result<u16, RequestError> {
         if memory.span(config.areas.desc_addr, 16).is_none() {
             return Err(RequestError::PortRemoved);
         }
+        let position = self.position.unwrap_or(config.base);
         assert!(self.running.insert(ring, (config, enabled)).is_none());
-        Ok(())
+        Ok(position)
     }
 
     fn stop(&mut self, ring: usize) -> Option<u16> {
@@ -74,6 +77,7 @@ struct Rig {
     session: Session,
     rings: FakeRings,
     file: OwnedFd,
+    notes: Vec<String>,
 }
 
 /// What a request led to.
@@ -91,6 +95,7 @@ impl Rig {
             session: Session::new(false),
             rings: FakeRings::default(),
             file: pollux_sys::memfd("guest", MEMORY_BYTES).expect("memfd"),
+            notes: Vec::new(),
         }
     }
 
@@ -122,6 +127,7 @@ impl Rig {
             }
         };
         let outcome = self.session.handle(message, &mut self.rings);
+        self.notes.extend(outcome.notes);
         let error = outcome.error.map(|error| error.to_string());
         let reply = match outcome.reply {
             None => Reply::None,
@@ -587,6 +593,20 @@ fn a_call_can_change_at_any_time() {
     rig.ok(Req::SET_VRING_CALL, &longs(&[1]), vec![eventfd()]);
     rig.set_up(1);
     assert!(rig.rings.running[&1].0.call.is_some());
+}
+
+#[test]
+fn a_ring_that_goes_on_elsewhere_says_so_and_stays_there() {
+    let mut rig = Rig::new();
+    rig.features(features::OFFERED);
+    rig.share_memory();
+    rig.rings.position = Some(9);
+    rig.set_up(1);
+    assert_eq!(rig.notes.len(), 1);
+    assert!(rig.notes[0].contains("used.idx, 9"), "{}", rig.notes[0]);
+    rig.rings.position = None;
+    rig.share_memory();
+    assert_eq!(rig.notes.len(), 1, "nothing new");
 }
 
 #[test]
