@@ -102,6 +102,8 @@ pub(crate) struct Session {
     vrings: [Vring; RINGS],
     /// Of the message at hand.
     notes: Vec<String>,
+    /// See [`take_errs`](Self::take_errs).
+    errs: Vec<EventFd>,
 }
 
 impl Session {
@@ -112,6 +114,7 @@ impl Session {
             memory: MemoryMap::new(any_memory),
             vrings: Default::default(),
             notes: Vec::new(),
+            errs: Vec::new(),
         }
     }
 
@@ -584,11 +587,16 @@ impl Session {
         is_news
     }
 
-    fn signal_err(&self, index: usize) {
-        if let Some(err) = &self.vrings[index].err {
-            // Whoever made it unusable will not hear of it.
-            let _ = err.signal();
-        }
+    fn signal_err(&mut self, index: usize) {
+        // One that cannot be copied (no descriptor left) stays silent.
+        let err = self.vrings[index].err.as_ref();
+        self.errs.extend(err.and_then(|err| err.try_clone().ok()));
+    }
+
+    /// Err descriptors to be signalled since the last call. Not by the thread
+    /// that serves all sessions: their owner can make that wait.
+    pub(crate) fn take_errs(&mut self) -> Vec<EventFd> {
+        std::mem::take(&mut self.errs)
     }
 
     // What an operator sees.

@@ -385,3 +385,26 @@ fn a_descriptor_number_above_1023_is_one_like_any_other() {
     });
     pair.assert_nothing_lost();
 }
+
+#[test]
+fn the_err_eventfd_tells_of_a_ring_that_the_guest_broke() {
+    let bed = Bed::new(2);
+    let mut guest = bed.attach(0);
+    let err = pollux_sys::EventFd::new().expect("eventfd");
+    let fd = err.try_clone().expect("dup").into();
+    guest.client.ok(Req::SET_VRING_ERR, &longs(&[1]), &[fd]);
+    // The available index of the TX ring jumps by half of all numbers.
+    let addr = guest.station.guest.tx_config().areas.avail_addr + 2;
+    let written = guest
+        .station
+        .guest
+        .memory
+        .write(addr, &0x8000_u16.to_le_bytes());
+    written.expect("in its memory");
+    wait_until("the frontend is told", || err.drain() == 1);
+    wait_until("and the operator", || {
+        let missing = bed.status(0).missing;
+        missing.is_some_and(|missing| missing.contains("avail.idx moved"))
+    });
+    assert_eq!(bed.status(0).state, SessionState::Broken);
+}

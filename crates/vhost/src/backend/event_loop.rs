@@ -42,6 +42,9 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Events taken at a time.
 const EVENTS_MAX: usize = 64;
 
+/// Err descriptors that may wait to be signalled; what is more is left out.
+const ERRS_MAX: usize = 64;
+
 /// What an event is about, as a number that epoll keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
@@ -82,6 +85,8 @@ pub(super) struct EventLoop {
     look_at: Instant,
     /// Listeners that are left alone until then.
     paused: Vec<(u64, Instant)>,
+    /// To the thread that signals err descriptors.
+    errs: channel::Sender<EventFd>,
 }
 
 impl EventLoop {
@@ -99,6 +104,7 @@ impl EventLoop {
             next_id: 0,
             look_at: Instant::now(),
             paused: Vec::new(),
+            errs: start_errs()?,
         };
         event_loop.watch(event_loop.wake.as_fd(), Source::Wake)?;
         Ok(event_loop)
@@ -249,6 +255,8 @@ impl EventLoop {
             served.disconnect(&ended);
             publish(&self.statuses, served);
         }
+        let errs = served.take_errs();
+        self.signal(errs);
     }
 
     fn do_what_is_due(&mut self) {
@@ -275,7 +283,18 @@ impl EventLoop {
                 .iter_mut()
                 .filter_map(|(id, served)| served.notice_faults().then_some(*id))
                 .collect();
-            news.into_iter().for_each(|id| self.tell(id));
+            for id in news {
+                let errs = self.ports.get_mut(&id).map(Served::take_errs);
+                self.signal(errs.unwrap_or_default());
+                self.tell(id);
+            }
+        }
+    }
+
+    fn signal(&self, errs: Vec<EventFd>) {
+        for err in errs {
+            // Full: somebody makes the thread wait. Nobody else shall.
+            let _ = self.errs.try_send(err);
         }
     }
 
@@ -304,6 +323,23 @@ impl EventLoop {
             publish(&self.statuses, served);
         }
     }
+}
+
+/// Starts the thread that signals err descriptors. Their owners can make a write
+/// wait for as long as they like (clear O_NONBLOCK and fill the counter): then
+/// signals are lost, and nothing else is. It ends with the sender, unless it
+/// waits.
+fn start_errs() -> io::Result<channel::Sender<EventFd>> {
+    let (sender, receiver) = channel::bounded::<EventFd>(ERRS_MAX);
+    std::thread::Builder::new()
+        .name("pollux-err".to_owned())
+        .spawn(move || {
+            for err in receiver {
+                // Whoever made it unusable will not hear of it.
+                let _ = err.signal();
+            }
+        })?;
+    Ok(sender)
 }
 
 fn publish(statuses: &Statuses, served: &Served) {

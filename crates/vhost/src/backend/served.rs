@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pollux_datapath::Port;
+use pollux_sys::EventFd;
 
 use super::{PortConfig, SocketError, SocketMode};
 use crate::features;
@@ -296,6 +297,12 @@ impl Served {
             tracing::info!(port = self.name(), "{why}");
         }
         self.wait_before_connecting();
+    }
+
+    /// Err descriptors that are to be signalled.
+    pub(super) fn take_errs(&mut self) -> Vec<EventFd> {
+        let connection = self.connection.as_mut();
+        connection.map_or_else(Vec::new, |connection| connection.session.take_errs())
     }
 
     /// Looks whether the guest has broken a ring. True if that is new.

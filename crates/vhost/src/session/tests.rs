@@ -628,7 +628,14 @@ fn a_broken_ring_is_told_to_the_frontend_once_and_can_be_set_up_anew() {
     rig.rings.fault = Some("avail.idx jumped".to_owned());
     assert!(rig.session.notice_faults(&rig.rings));
     assert!(!rig.session.notice_faults(&rig.rings));
-    assert_eq!(err.drain(), 1);
+    let errs = rig.session.take_errs();
+    assert_eq!(errs.len(), 1);
+    errs[0].signal().expect("an eventfd");
+    assert_eq!(
+        err.drain(),
+        1,
+        "the one that the frontend gave for this ring"
+    );
     assert!(rig.session.is_broken());
     assert!(
         rig.session
