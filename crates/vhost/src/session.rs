@@ -31,7 +31,9 @@ use vhost::vhost_user::message::{
 };
 use vm_memory::ByteValued;
 
-use self::decode::{clone_of, decode, no_fds, notifier, number, one_fd, ring_index};
+use self::decode::{
+    clone_of, decode, no_fds, notifier, number, one_fd, ring_and_number, ring_index,
+};
 pub(crate) use self::error::RequestError;
 use self::memory::{BASELINE_REGIONS, MemoryMap, SLOTS_MAX};
 pub(crate) use self::vring::GUEST_RX;
@@ -368,10 +370,7 @@ impl Session {
         message: &Message,
         rings: &mut impl Rings,
     ) -> Result<(), RequestError> {
-        no_fds(message)?;
-        let state: VhostUserVringState = decode(&message.body)?;
-        let index = ring_index(state.index)?;
-        let number = state.num;
+        let (index, number) = ring_and_number(message)?;
         let size = u16::try_from(number)
             .ok()
             .filter(|size| size.is_power_of_two() && *size <= RING_SIZE_MAX)
@@ -385,10 +384,7 @@ impl Session {
     }
 
     fn set_vring_base(&mut self, message: &Message) -> Result<(), RequestError> {
-        no_fds(message)?;
-        let state: VhostUserVringState = decode(&message.body)?;
-        let index = ring_index(state.index)?;
-        let number = state.num;
+        let (index, number) = ring_and_number(message)?;
         let base = u16::try_from(number).map_err(|_| RequestError::RingBase(number))?;
         let vring = &mut self.vrings[index];
         if vring.running {
@@ -431,10 +427,8 @@ impl Session {
         message: &Message,
         rings: &mut impl Rings,
     ) -> Result<(), RequestError> {
-        no_fds(message)?;
-        let state: VhostUserVringState = decode(&message.body)?;
-        let index = ring_index(state.index)?;
-        let enable = match state.num {
+        let (index, number) = ring_and_number(message)?;
+        let enable = match number {
             0 => false,
             1 => true,
             _ => return Err(RequestError::Invalid),

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use pollux_sys::EventFd;
-use vhost::vhost_user::message::{VhostUserMsgValidator, VhostUserU64};
+use vhost::vhost_user::message::{VhostUserMsgValidator, VhostUserU64, VhostUserVringState};
 use vm_memory::ByteValued;
 
 use super::error::RequestError;
@@ -36,6 +36,13 @@ where
     } else {
         Err(RequestError::Invalid)
     }
+}
+
+/// The ring of a message about one, and the number that it carries.
+pub(super) fn ring_and_number(message: &Message) -> Result<(usize, u32), RequestError> {
+    no_fds(message)?;
+    let state: VhostUserVringState = decode(&message.body)?;
+    Ok((ring_index(state.index)?, state.num))
 }
 
 /// The body of a message that is one number.
