@@ -104,8 +104,8 @@ pub(crate) struct Session {
     vrings: [Vring; RINGS],
     /// Of the message at hand.
     notes: Vec<String>,
-    /// See [`take_errs`](Self::take_errs).
-    errs: Vec<EventFd>,
+    /// See [`take_signals`](Self::take_signals).
+    signals: Vec<EventFd>,
 }
 
 impl Session {
@@ -116,7 +116,7 @@ impl Session {
             memory: MemoryMap::new(any_memory),
             vrings: Default::default(),
             notes: Vec::new(),
-            errs: Vec::new(),
+            signals: Vec::new(),
         }
     }
 
@@ -219,7 +219,15 @@ impl Session {
         if !is_same && self.vrings.iter().any(|vring| vring.running) {
             return Err(RequestError::FeaturesWhileRunning);
         }
+        let before = [0, 1].map(|index| self.is_enabled(index));
         self.features = Some(features);
+        for (index, before) in before.into_iter().enumerate() {
+            // What holds without SET_VRING_ENABLE may have changed.
+            let enabled = self.is_enabled(index);
+            if self.vrings[index].running && enabled != before {
+                rings.set_enabled(index, enabled)?;
+            }
+        }
         self.start_what_is_complete(rings);
         Ok(())
     }
@@ -461,6 +469,8 @@ impl Session {
         let vring = &mut self.vrings[index];
         if vring.running {
             rings.set_call(index, clone_of(call.as_ref())?);
+            // For what was published while there was none, or to the old one.
+            self.signals.extend(clone_of(call.as_ref())?);
         }
         vring.call = call;
         Ok(())
@@ -534,6 +544,9 @@ impl Session {
         vring.running = started.is_ok();
         vring.fault = started.as_ref().err().map(ToString::to_string);
         let position = started?;
+        // For what a backend before us published and was killed before it called.
+        self.signals
+            .extend(clone_of(vring.call.as_ref()).ok().flatten());
         let base = std::mem::replace(&mut vring.base, position);
         if position != base {
             self.notes.push(format!(
@@ -584,13 +597,14 @@ impl Session {
     fn signal_err(&mut self, index: usize) {
         // One that cannot be copied (no descriptor left) stays silent.
         let err = self.vrings[index].err.as_ref();
-        self.errs.extend(err.and_then(|err| err.try_clone().ok()));
+        self.signals
+            .extend(err.and_then(|err| err.try_clone().ok()));
     }
 
-    /// Err descriptors to be signalled since the last call. Not by the thread
+    /// Call and err descriptors to be signalled since the last call. Not by the thread
     /// that serves all sessions: their owner can make that wait.
-    pub(crate) fn take_errs(&mut self) -> Vec<EventFd> {
-        std::mem::take(&mut self.errs)
+    pub(crate) fn take_signals(&mut self) -> Vec<EventFd> {
+        std::mem::take(&mut self.signals)
     }
 
     // What an operator sees.

@@ -243,6 +243,9 @@ fn a_guest_that_asks_for_it_is_called() {
     };
     let mut guests = pair(&rig, GuestSpec::default(), options);
     let [(a, _), (b, frontend)] = &mut guests;
+    wait_until("the ring calls once when it starts", || {
+        frontend.take_calls(Frontend::RX) == 1
+    });
     exchange(a, b, 1);
     assert_eq!(frontend.take_calls(Frontend::RX), 0, "calls are suppressed");
     assert!(!b.guest.rx.ring().request_call());

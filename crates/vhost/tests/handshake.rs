@@ -408,3 +408,22 @@ fn the_err_eventfd_tells_of_a_ring_that_the_guest_broke() {
     });
     assert_eq!(bed.status(0).state, SessionState::Broken);
 }
+
+#[test]
+fn a_new_call_eventfd_is_signalled_for_what_was_published_before() {
+    let bed = Bed::new(2);
+    let mut sender = bed.attach(0);
+    let mut receiver = bed.attach(1);
+    assert!(sender.station.send(EVERYBODY, 64));
+    sender.station.publish();
+    wait_until("the frame is in the ring", || {
+        let counters = bed.switch.port_counters(&name(1));
+        counters.expect("in the plan").tx_frames == 1
+    });
+    let call = pollux_sys::EventFd::new().expect("eventfd");
+    let fd = call.try_clone().expect("dup").into();
+    receiver.client.ok(Req::SET_VRING_CALL, &longs(&[0]), &[fd]);
+    wait_until("the guest is called without another frame", || {
+        call.drain() > 0
+    });
+}

@@ -255,7 +255,7 @@ impl EventLoop {
             served.disconnect(&ended);
             publish(&self.statuses, served);
         }
-        let errs = served.take_errs();
+        let errs = served.take_signals();
         self.signal(errs);
     }
 
@@ -284,7 +284,7 @@ impl EventLoop {
                 .filter_map(|(id, served)| served.notice_faults().then_some(*id))
                 .collect();
             for id in news {
-                let errs = self.ports.get_mut(&id).map(Served::take_errs);
+                let errs = self.ports.get_mut(&id).map(Served::take_signals);
                 self.signal(errs.unwrap_or_default());
                 self.tell(id);
             }

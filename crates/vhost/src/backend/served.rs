@@ -300,9 +300,9 @@ impl Served {
     }
 
     /// Err descriptors that are to be signalled.
-    pub(super) fn take_errs(&mut self) -> Vec<EventFd> {
+    pub(super) fn take_signals(&mut self) -> Vec<EventFd> {
         let connection = self.connection.as_mut();
-        connection.map_or_else(Vec::new, |connection| connection.session.take_errs())
+        connection.map_or_else(Vec::new, |connection| connection.session.take_signals())
     }
 
     /// Looks whether the guest has broken a ring. True if that is new.

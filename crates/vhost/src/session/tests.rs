@@ -628,7 +628,7 @@ fn a_broken_ring_is_told_to_the_frontend_once_and_can_be_set_up_anew() {
     rig.rings.fault = Some("avail.idx jumped".to_owned());
     assert!(rig.session.notice_faults(&rig.rings));
     assert!(!rig.session.notice_faults(&rig.rings));
-    let errs = rig.session.take_errs();
+    let errs = rig.session.take_signals();
     assert_eq!(errs.len(), 1);
     errs[0].signal().expect("an eventfd");
     assert_eq!(
