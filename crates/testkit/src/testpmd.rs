@@ -4,19 +4,16 @@
 //! the frontend of vhost-user sockets and the driver of their rings, in every
 //! variant that DPDK knows. It needs root and huge pages.
 
-use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
-
-use crate::wait_until;
 
 const PROGRAM: &str = "dpdk-testpmd";
 const HUGE_PAGES: &str = "/dev/hugepages";
@@ -26,6 +23,14 @@ const RUN_TIME: &str = "/var/run/dpdk";
 const LIFE_MAX_SECONDS: &str = "150";
 /// Huge pages of 2 MiB that a process needs.
 const PAGES_MIN: u64 = 128;
+/// A process that prints without end shall not take all memory.
+const LOG_MAX_BYTES: usize = 1 << 24;
+/// Last lines of a log that an error shows.
+const LOG_END_LINES: usize = 25;
+/// Longest wait for what it prints, and for its end. Its threads poll: with
+/// other pollers on the same cores each gets a fraction of one.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(5);
 
 /// A virtio-user device: one port of testpmd.
 #[derive(Clone, Debug)]
@@ -94,8 +99,12 @@ impl<'a> TestpmdSpec<'a> {
 pub struct PmdPort {
     /// Packets that it received.
     pub rx_packets: u64,
+    /// Packets that it could not receive.
+    pub rx_missed: u64,
     /// Packets that it sent: the device has them in its ring.
     pub tx_packets: u64,
+    /// Packets that it could not send.
+    pub tx_errors: u64,
     /// Bytes that it received.
     pub rx_bytes: u64,
     /// Bytes that it sent.
@@ -107,7 +116,10 @@ pub struct PmdPort {
 pub struct Testpmd {
     child: Child,
     stdin: ChildStdin,
-    log: Arc<Mutex<String>>,
+    /// Apart from each other: the prompt is written letter by letter, and a
+    /// line on stderr may come in the middle of it.
+    stdout: Log,
+    stderr: Log,
     prefix: String,
     ports: usize,
 }
@@ -185,13 +197,13 @@ impl Testpmd {
             .spawn()
             .expect("timeout(1) runs");
         let stdin = child.stdin.take().expect("piped");
-        let log = Arc::new(Mutex::new(String::new()));
-        read_into(child.stdout.take().expect("piped"), &log);
-        read_into(child.stderr.take().expect("piped"), &log);
-        let testpmd = Self {
+        let stdout = Log::of(child.stdout.take().expect("piped"));
+        let stderr = Log::of(child.stderr.take().expect("piped"));
+        let mut testpmd = Self {
             child,
             stdin,
-            log,
+            stdout,
+            stderr,
             prefix,
             ports: spec.devices.len(),
         };
@@ -209,15 +221,16 @@ impl Testpmd {
         assert!(flushed.is_ok(), "testpmd has ended:\n{}", self.log_end());
     }
 
-    /// Types a command and waits until the prompt is back.
+    /// Types a command and waits until the prompt is back. Returns what it
+    /// printed.
     ///
     /// # Panics
     /// If it does not come back.
     pub fn run(&mut self, text: &str) -> String {
-        let from = self.log_len();
+        let from = self.stdout.len();
         self.command(text);
         self.wait_for("testpmd> ", from + text.len());
-        self.log()[from..].to_owned()
+        self.stdout.since(from)
     }
 
     /// Counters of all ports.
@@ -225,20 +238,16 @@ impl Testpmd {
     /// # Panics
     /// If testpmd does not show them.
     pub fn port_stats(&mut self) -> Vec<PmdPort> {
-        let from = self.log_len();
+        let from = self.stdout.len();
         self.command("show port stats all");
+        let ports = self.ports;
         // The last line of each port.
-        for port in 1..=self.ports {
-            wait_until(
-                &format!("testpmd shows port {port} of {}", self.ports),
-                || self.log()[from..].matches("Tx-bps:").count() >= port,
-            );
-        }
-        self.wait_for(
-            "testpmd>",
-            from + self.log()[from..].rfind("Tx-bps:").unwrap_or(0),
-        );
-        parse_stats(&self.log()[from..])
+        self.wait(&format!("show {ports} ports"), |stdout| {
+            stdout.since(from).matches("Tx-bps:").count() >= ports
+        });
+        let shown = self.stdout.since(from).rfind("Tx-bps:").unwrap_or(0);
+        self.wait_for("testpmd>", from + shown);
+        parse_stats(&self.stdout.since(from))
     }
 
     /// Ends it as a crash would.
@@ -249,46 +258,64 @@ impl Testpmd {
     /// Ends it as an operator would: its sessions are closed in order.
     ///
     /// # Panics
-    /// If it does not end.
+    /// If it does not end, or not well.
     pub fn quit(mut self) {
         self.command("quit");
-        wait_until("testpmd ends", || {
-            thread::sleep(Duration::from_millis(5));
-            matches!(self.child.try_wait(), Ok(Some(_)))
-        });
+        let deadline = Instant::now() + WAIT_MAX;
+        let status = loop {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                break status;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "testpmd did not end:\n{}",
+                self.log_end()
+            );
+            thread::sleep(POLL);
+        };
+        assert!(
+            status.success(),
+            "testpmd ended with {status}:\n{}",
+            self.log_end()
+        );
     }
 
-    /// What it has printed.
+    /// What it has printed: stdout, then stderr.
     #[must_use]
     pub fn log(&self) -> String {
-        self.log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    fn log_len(&self) -> usize {
-        self.log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.stdout.since(0) + &self.stderr.since(0)
     }
 
     fn log_end(&self) -> String {
-        let log = self.log();
-        let lines: Vec<_> = log.lines().collect();
-        lines[lines.len().saturating_sub(25)..].join("\n")
+        format!(
+            "{}\n--- stderr\n{}",
+            self.stdout.last_lines(),
+            self.stderr.last_lines()
+        )
     }
 
-    fn wait_for(&self, text: &str, from: usize) {
-        let deadline = std::time::Instant::now() + crate::WAIT_MAX;
-        while !self.log().get(from..).is_some_and(|log| log.contains(text)) {
+    fn wait_for(&mut self, text: &str, from: usize) {
+        self.wait(&format!("print \"{text}\""), |stdout| {
+            stdout.since(from).contains(text)
+        });
+    }
+
+    /// Waits for something on stdout.
+    fn wait(&mut self, what: &str, done: impl Fn(&Log) -> bool) {
+        let deadline = Instant::now() + WAIT_MAX;
+        while !done(&self.stdout) {
+            let status = self.child.try_wait();
             assert!(
-                std::time::Instant::now() < deadline,
-                "testpmd did not print \"{text}\":\n{}",
+                matches!(status, Ok(None)),
+                "testpmd has ended ({status:?}) and did not {what}:\n{}",
                 self.log_end()
             );
-            thread::sleep(Duration::from_millis(5));
+            assert!(
+                Instant::now() < deadline,
+                "testpmd did not {what}:\n{}",
+                self.log_end()
+            );
+            thread::sleep(POLL);
         }
     }
 }
@@ -300,36 +327,71 @@ impl Drop for Testpmd {
             let _ = rustix::process::kill_process_group(group, Signal::KILL);
         }
         let _ = self.child.wait();
+        // The child is timeout(1). testpmd gives its memory back before its end
+        // of the pipes, and who comes next needs the huge pages.
+        let deadline = Instant::now() + WAIT_MAX;
+        while !(self.stdout.has_ended() && self.stderr.has_ended()) && Instant::now() < deadline {
+            thread::sleep(POLL);
+        }
         let _ = std::fs::remove_dir_all(Path::new(RUN_TIME).join(&self.prefix));
-        for entry in std::fs::read_dir(HUGE_PAGES)
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            if entry
-                .file_name()
-                .to_string_lossy()
-                .starts_with(&self.prefix)
-            {
+        // PREFIXmap_N; another process may be PREFIX0.
+        let maps = format!("{}map", self.prefix);
+        let entries = std::fs::read_dir(HUGE_PAGES).into_iter().flatten();
+        for entry in entries.flatten() {
+            if entry.file_name().to_string_lossy().starts_with(&maps) {
                 let _ = std::fs::remove_file(entry.path());
             }
         }
     }
 }
 
-fn read_into(mut pipe: impl Read + Send + 'static, log: &Arc<Mutex<String>>) {
-    let log = Arc::clone(log);
-    thread::spawn(move || {
-        let mut bytes = [0; 4096];
-        while let Ok(count @ 1..) = pipe.read(&mut bytes) {
-            let text = String::from_utf8_lossy(&bytes[..count]);
-            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
-            // A process that prints without end shall not take all memory.
-            if log.len() < 1 << 24 {
-                let _ = write!(log, "{text}");
+/// What a process has written to a pipe so far.
+#[derive(Debug)]
+struct Log {
+    text: Arc<Mutex<String>>,
+    reader: JoinHandle<()>,
+}
+
+impl Log {
+    /// Reads the pipe in a thread of its own, until it ends.
+    fn of(mut pipe: impl Read + Send + 'static) -> Self {
+        let text = Arc::new(Mutex::new(String::new()));
+        let read = Arc::clone(&text);
+        let reader = thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = pipe.read(&mut bytes) {
+                let mut text = read.lock().unwrap_or_else(PoisonError::into_inner);
+                if text.len() < LOG_MAX_BYTES {
+                    text.push_str(&String::from_utf8_lossy(&bytes[..count]));
+                }
             }
-        }
-    });
+        });
+        Self { text, reader }
+    }
+
+    /// Whether the pipe has ended: no process holds its other end any more.
+    fn has_ended(&self) -> bool {
+        self.reader.is_finished()
+    }
+
+    fn text(&self) -> MutexGuard<'_, String> {
+        self.text.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn len(&self) -> usize {
+        self.text().len()
+    }
+
+    /// What came after the first `from` bytes; nothing if they have not all come.
+    fn since(&self, from: usize) -> String {
+        self.text().get(from..).unwrap_or_default().to_owned()
+    }
+
+    fn last_lines(&self) -> String {
+        let text = self.text();
+        let lines: Vec<_> = text.lines().collect();
+        lines[lines.len().saturating_sub(LOG_END_LINES)..].join("\n")
+    }
 }
 
 /// Reads `show port stats all`.
@@ -348,8 +410,10 @@ fn parse_stats(text: &str) -> Vec<PmdPort> {
         };
         for (name, value) in [
             ("RX-packets:", &mut port.rx_packets),
+            ("RX-missed:", &mut port.rx_missed),
             ("RX-bytes:", &mut port.rx_bytes),
             ("TX-packets:", &mut port.tx_packets),
+            ("TX-errors:", &mut port.tx_errors),
             ("TX-bytes:", &mut port.tx_bytes),
         ] {
             if let Some(found) = field(name) {
@@ -372,12 +436,25 @@ mod tests {
   RX-errors: 0
   TX-packets: 7          TX-errors: 0          TX-bytes:  448
   ######################## NIC statistics for port 1  ########################
-  RX-packets: 9          RX-missed: 0          RX-bytes:  576
-  TX-packets: 0          TX-errors: 0          TX-bytes:  0
+  RX-packets: 9          RX-missed: 3          RX-bytes:  576
+  TX-packets: 0          TX-errors: 4          TX-bytes:  0
 ";
         let ports = parse_stats(text);
         assert_eq!(ports.len(), 2);
         assert_eq!((ports[0].rx_packets, ports[0].tx_bytes), (5, 448));
         assert_eq!((ports[1].rx_packets, ports[1].rx_bytes), (9, 576));
+        assert_eq!((ports[1].rx_missed, ports[1].tx_errors), (3, 4));
+    }
+
+    #[test]
+    fn a_log_is_read_to_its_end() {
+        let lines: String = (0..100).map(|line| format!("line {line}\n")).collect();
+        let log = Log::of(std::io::Cursor::new(lines.clone()));
+        crate::wait_until("all was read", || log.has_ended());
+        assert_eq!(log.len(), lines.len());
+        assert_eq!(log.since(lines.len() - 8), "line 99\n");
+        assert_eq!(log.since(lines.len() + 1), "");
+        let last = log.last_lines();
+        assert!(last.starts_with("line 75\n") && last.ends_with("line 99"));
     }
 }

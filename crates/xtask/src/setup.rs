@@ -124,6 +124,7 @@ pub(crate) fn prepare(layers: &[Layer], install: bool, limit: Duration) -> Tools
 /// that tests of mappings use; without them such a test is skipped.
 const HUGE_PAGE_COUNT: u32 = 768;
 const HUGE_PAGES_FILE: &str = "/proc/sys/vm/nr_hugepages";
+const FREE_HUGE_PAGES_FILE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// Where DPDK looks for them.
 const HUGE_PAGES_MOUNT: &str = "/dev/hugepages";
 
@@ -136,8 +137,8 @@ pub(crate) struct HugePages {
 }
 
 impl HugePages {
-    /// Sets huge pages aside and mounts them as far as there are none, if tests
-    /// will run and this is root on a kernel that has them.
+    /// Sets huge pages aside as far as too few are free, and mounts them if they
+    /// are not, if tests will run and this is root on a kernel that has them.
     pub(crate) fn set_aside(layers: &[Layer], install: bool, limit: Duration) -> Self {
         let mut pages = Self::default();
         if !install || !layers.contains(&Layer::Test) || !is_root() {
@@ -146,8 +147,13 @@ impl HugePages {
         let Ok(before) = fs::read_to_string(HUGE_PAGES_FILE) else {
             return pages;
         };
-        if before.trim() == "0" && fs::write(HUGE_PAGES_FILE, HUGE_PAGE_COUNT.to_string()).is_ok() {
-            println!("huge pages: {HUGE_PAGE_COUNT} asked for");
+        let free = fs::read_to_string(FREE_HUGE_PAGES_FILE).unwrap_or_default();
+        if let Some(count) = huge_pages_to_ask_for(&before, &free)
+            && fs::write(HUGE_PAGES_FILE, count.to_string()).is_ok()
+        {
+            // The kernel gives as many as it finds, and reports no error.
+            let got = fs::read_to_string(HUGE_PAGES_FILE).unwrap_or_default();
+            println!("huge pages: {count} asked for, {} there", got.trim());
             pages.before = Some(before);
         }
         let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
@@ -165,6 +171,15 @@ impl HugePages {
         }
         pages
     }
+}
+
+/// How many huge pages there have to be so that enough are free; `None` if they
+/// are, or what the kernel says is not understood.
+fn huge_pages_to_ask_for(total: &str, free: &str) -> Option<u32> {
+    let total: u32 = total.trim().parse().ok()?;
+    let free = free.trim().parse().ok()?;
+    let lacking = HUGE_PAGE_COUNT.checked_sub(free)?;
+    (lacking > 0).then_some(total + lacking)
 }
 
 /// Whether a `/proc/mounts` text has huge pages somewhere.
@@ -300,6 +315,25 @@ mod tests {
     fn the_effective_user_is_read() {
         assert_eq!(effective_uid("Name:\tx\nUid:\t1000\t0\t0\t0\n"), Some(0));
         assert_eq!(effective_uid("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn huge_pages_of_others_are_not_counted_on() {
+        assert_eq!(huge_pages_to_ask_for("0\n", "0\n"), Some(HUGE_PAGE_COUNT));
+        let total = huge_pages_to_ask_for("1024\n", "24\n");
+        assert_eq!(total, Some(1000 + HUGE_PAGE_COUNT));
+        assert_eq!(huge_pages_to_ask_for("4096\n", "1024\n"), None);
+        let enough = HUGE_PAGE_COUNT.to_string();
+        assert_eq!(huge_pages_to_ask_for(&enough, &enough), None);
+        assert_eq!(huge_pages_to_ask_for("", ""), None);
+    }
+
+    #[test]
+    fn what_tests_only_want_does_not_stop_a_layer() {
+        assert!(wants(Layer::Test).contains(&TESTPMD));
+        for layer in Layer::chosen(&[]) {
+            assert!(!needs(layer).contains(&TESTPMD), "{layer:?}");
+        }
     }
 
     #[test]

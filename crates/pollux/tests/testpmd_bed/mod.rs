@@ -205,6 +205,16 @@ impl Bed {
     }
 }
 
+impl Drop for Bed {
+    /// A test that fails says what it has seen last.
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+            eprintln!("{ports:#?}");
+        }
+    }
+}
+
 fn run(plan: &std::path::Path, directory: &tempfile::TempDir) -> (Pollux, Ports) {
     let more = ["--json", "--interval", "0.1"];
     let mut pollux = Pollux::run(plan, directory.path(), &more);
