@@ -253,6 +253,7 @@ fn measure(args: &EngineArgs, case: Case) -> anyhow::Result<Sample> {
             version_1: true,
             mergeable: !args.no_mergeable,
             event_idx: false,
+            ..Features::LEGACY
         },
         buffer_bytes: 2048.max(case.frame_bytes + 12).next_multiple_of(64),
         ..GuestSpec::default()

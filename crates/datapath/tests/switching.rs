@@ -423,11 +423,13 @@ const MERGEABLE: Features = Features {
     version_1: true,
     mergeable: true,
     event_idx: true,
+    ..Features::LEGACY
 };
 const LEGACY: Features = Features {
     version_1: false,
     mergeable: false,
     event_idx: false,
+    ..Features::LEGACY
 };
 
 #[test]

@@ -34,6 +34,7 @@ pub(crate) fn of_ring(features: u64) -> Features {
         version_1: features & VERSION_1 != 0,
         mergeable: features & MRG_RXBUF != 0,
         event_idx: features & EVENT_IDX != 0,
+        ..Features::LEGACY
     }
 }
 

@@ -113,6 +113,7 @@ fn frames_go_both_ways_whatever_was_negotiated() {
                         version_1,
                         mergeable,
                         event_idx,
+                        ..Features::LEGACY
                     },
                     ..GuestSpec::default()
                 };

@@ -3,8 +3,8 @@
 //! size and by the bytes that the caller takes.
 
 use crate::memory::GuestMemory;
+use crate::ring::{Descriptor, RingTable};
 use crate::spec::{DESC_BYTES, DescFlags};
-use crate::split::{Descriptor, SplitRing};
 
 /// A chain that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
@@ -87,7 +87,7 @@ struct IndirectTable {
 #[derive(Debug)]
 pub(crate) struct Walk<'m> {
     memory: &'m GuestMemory,
-    ring: &'m SplitRing,
+    ring: RingTable<'m>,
     indirect: Option<IndirectTable>,
     /// What comes next: a descriptor that was copied, or an index to copy.
     next: Next,
@@ -110,7 +110,7 @@ impl<'m> Walk<'m> {
     #[inline]
     pub(crate) fn new(
         memory: &'m GuestMemory,
-        ring: &'m SplitRing,
+        ring: RingTable<'m>,
         head: Descriptor,
         buffers_max: u16,
     ) -> Self {
@@ -183,10 +183,7 @@ impl<'m> Walk<'m> {
 
     fn copy(&self, index: u16) -> Result<Descriptor, ChainError> {
         let Some(table) = self.indirect else {
-            if index >= self.ring.size() {
-                return Err(ChainError::NextOutside);
-            }
-            return Ok(self.ring.desc(index));
+            return self.ring.desc(index).ok_or(ChainError::NextOutside);
         };
         if u32::from(index) >= table.len {
             return Err(ChainError::NextOutside);

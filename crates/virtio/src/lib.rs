@@ -21,10 +21,10 @@ pub mod device;
 pub mod driver;
 mod memory;
 mod notify;
+mod ring;
 mod spec;
-mod split;
 
 pub use chain::{ChainError, ChainErrorCounts};
 pub use memory::{GuestMemory, MemoryError, Region, RegionPlace};
+pub use ring::{RingAreas, RingError};
 pub use spec::{DESC_BYTES, DescFlags, Features, RING_SIZE_MAX};
-pub use split::{RingAreas, RingError};

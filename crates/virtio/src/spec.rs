@@ -54,9 +54,26 @@ pub struct Features {
     pub mergeable: bool,
     /// VIRTIO_F_EVENT_IDX: notifications are suppressed by index.
     pub event_idx: bool,
+    /// VIRTIO_F_IN_ORDER: chains come back in the order in which they were made
+    /// available, many with one entry (section 2.7.9).
+    pub in_order: bool,
 }
 
 impl Features {
+    /// A driver of before virtio 1.0 that took nothing.
+    pub const LEGACY: Self = Self {
+        version_1: false,
+        mergeable: false,
+        event_idx: false,
+        in_order: false,
+    };
+    /// A driver of today with mergeable buffers and nothing else.
+    pub const MODERN: Self = Self {
+        version_1: true,
+        mergeable: true,
+        ..Self::LEGACY
+    };
+
     /// Bytes of the virtio-net header: 12, or 10 for a legacy driver without
     /// mergeable buffers (section 5.1.6.1).
     #[must_use]

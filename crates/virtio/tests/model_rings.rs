@@ -327,6 +327,7 @@ fn features() -> impl Strategy<Value = Features> {
             version_1,
             mergeable,
             event_idx,
+            ..Features::LEGACY
         }
     })
 }

@@ -4,20 +4,21 @@
 //! misses overlap: take heads, look descriptors up, copy, publish. The index is
 //! read once and written once per burst.
 
+mod ring;
 mod rx_ring;
 mod split;
 mod tx_ring;
 
+pub use ring::{Notifications, RingFault};
 pub use rx_ring::RxRing;
-pub use split::{Notifications, RingFault};
 pub use tx_ring::{Burst, Returns, TxRing};
 
 pub use pollux_packet::{BurstLimit, Transmitted};
 
 use pollux_sys::EventFd;
 
+use crate::ring::RingAreas;
 use crate::spec::Features;
-use crate::split::RingAreas;
 
 /// How a ring is set up when it starts.
 #[derive(Debug)]

@@ -9,19 +9,19 @@ use pollux_packet::{
 };
 use pollux_sys::{EventFd, prefetch_write};
 
-use super::split::{Chains, SplitDevice};
+use super::ring::{Chains, DeviceRing};
 use super::tx_ring::units_of_chain;
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
+use crate::ring::{Descriptor, RingAreas, RingError};
 use crate::spec::DescFlags;
-use crate::split::{Descriptor, RingAreas, RingError, UsedEntry};
 
 /// The device half of a guest RX ring.
 #[derive(Debug)]
 pub struct RxRing {
     memory: Arc<GuestMemory>,
-    device: SplitDevice,
+    device: DeviceRing,
     layout: Layout,
     /// Set by the last frame that did not fit into all chains together.
     short: Option<Short>,
@@ -36,8 +36,8 @@ enum Short {
     /// All chains together: those before position `end` hold `bytes`, less once
     /// some are taken.
     Ring { end: u16, bytes: u32 },
-    /// The chain at `position`, which alone must hold a frame.
-    Chain { position: u16, bytes: u32 },
+    /// The chain `offset` behind the next one, which alone must hold a frame.
+    Chain { offset: u16, bytes: u32 },
 }
 
 /// Longest receive chain that is walked; QEMU's bound (`VIRTQUEUE_MAX_SIZE`).
@@ -69,8 +69,9 @@ impl RxRing {
             net_header_bytes: config.features.net_header_bytes(),
             mergeable: config.features.mergeable,
         };
+        let chains_max = BurstLimit::MAX.frames + walk_max(config.areas.size);
         Ok(Self {
-            device: SplitDevice::new(Arc::clone(&memory), config)?,
+            device: DeviceRing::new(Arc::clone(&memory), config, chains_max)?,
             memory,
             layout,
             short: None,
@@ -160,14 +161,14 @@ impl RxRing {
     /// Descriptors in the ring.
     #[must_use]
     pub fn size(&self) -> u16 {
-        self.device.ring().size()
+        self.device.size()
     }
 
     /// Position in the available ring, for GET_VRING_BASE: every chain before
     /// it was returned.
     #[must_use]
     pub fn base(&self) -> u16 {
-        self.device.base()
+        self.device.position()
     }
 
     /// Calls sent and suppressed.
@@ -187,15 +188,14 @@ impl RxRing {
 enum Refused {
     /// The chains that were tried stay available.
     Keep(DropReason),
-    /// The chain that starts at `bad` cannot be used; it and the `filled` ones
-    /// before it go back with length 0.
-    Return { filled: u16, bad: u16 },
+    /// The last of so many chains cannot be used: they go back with length 0.
+    Return(u16),
 }
 
 /// One call of [`RxRing::transmit`].
 struct Filling<'r> {
     memory: &'r GuestMemory,
-    device: &'r mut SplitDevice,
+    device: &'r mut DeviceRing,
     layout: Layout,
     short: &'r mut Option<Short>,
     chain_errors: &'r mut ChainErrorCounts,
@@ -237,18 +237,16 @@ impl<'r> Filling<'r> {
         report: &mut Transmitted,
     ) -> FrameSet {
         let layout = self.layout;
-        let slots = self.device.used_slots();
         let mut rest = set;
         let (mut used, mut bytes) = (0, 0);
-        for chain in &self.chains {
+        for &buffer in &self.chains {
             let mut behind = rest;
             let Some(index) = behind.next() else { break };
             let frame = batch.frame(index);
-            let Some(len) = fill_one_buffer(layout, &frame, chain.whole) else {
+            let Some(len) = fill_one_buffer(layout, &frame, buffer) else {
                 break;
             };
-            let id = self.device.head(used).into();
-            slots.set(used, UsedEntry { id, len });
+            self.device.set_written(used, len);
             used += 1;
             bytes += u64::from(frame.len);
             rest = behind;
@@ -261,19 +259,14 @@ impl<'r> Filling<'r> {
 
     /// Phase 3: copies one frame into the next chain, whatever it is like.
     fn frame(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
-        if let Some(chain) = self.chains.get(usize::from(self.used))
-            && let Some(len) = fill_one_buffer(self.layout, frame, chain.whole)
+        if let Some(&buffer) = self.chains.get(usize::from(self.used))
+            && let Some(len) = fill_one_buffer(self.layout, frame, buffer)
         {
-            self.set_used(self.used, self.device.head(self.used), len);
+            self.device.set_written(self.used, len);
             self.used += 1;
             return Ok(());
         }
         self.frame_over_chains(frame)
-    }
-
-    fn set_used(&self, offset: u16, id: u16, len: u32) {
-        let id = id.into();
-        self.device.used_slots().set(offset, UsedEntry { id, len });
     }
 
     fn frame_over_chains(&mut self, frame: &Frame<'_>) -> Result<(), DropReason> {
@@ -283,14 +276,12 @@ impl<'r> Filling<'r> {
                 Ok(())
             }
             Err(Refused::Keep(reason)) => Err(reason),
-            Err(Refused::Return { filled, bad }) => {
-                let slots = self.device.used_slots();
-                for offset in self.used..self.used + filled {
-                    slots.set_len(offset, 0);
+            Err(Refused::Return(chains)) => {
+                for offset in self.used..self.used + chains {
+                    self.device.set_written(offset, 0);
                 }
-                self.set_used(self.used + filled, bad, 0);
-                self.used += filled + 1;
-                self.units += u32::from(filled) + 1;
+                self.used += chains;
+                self.units += u32::from(chains);
                 Err(DropReason::BadRxChain)
             }
         }
@@ -304,33 +295,32 @@ impl<'r> Filling<'r> {
         if let Some(reason) = self.known_short(needed) {
             return Err(Refused::Keep(reason));
         }
-        let has_whole_walk = self.walk_left == walk_max(self.device.ring().size());
+        let has_whole_walk = self.walk_left == walk_max(self.device.size());
         let mut cut = Cut::new(frame, self.layout);
         let mut rest = needed;
         let mut chains = 0;
         while rest > 0 {
             let offset = self.used + chains;
-            let Some((id, head)) = self.chain(offset) else {
-                return Err(Refused::Keep(self.no_chain(offset, needed - rest)));
-            };
-            let bytes = match self.fill_chain(head, rest, &mut cut, chains == 0) {
-                Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains, id)),
+            if !self.device.has_chain(offset) {
+                return Err(Refused::Keep(self.no_chain(needed - rest)));
+            }
+            let bytes = match self.fill_chain(offset, rest, &mut cut, chains == 0) {
+                Ok(0) => return Err(self.bad_chain(ChainError::Runt, chains)),
                 Ok(bytes) => bytes,
                 Err(ChainError::TooLong) if self.walk_left == 0 && !has_whole_walk => {
                     // Perhaps not this chain's fault: the next call will tell.
                     return Err(Refused::Keep(DropReason::RxRingFull));
                 }
-                Err(error) => return Err(self.bad_chain(error, chains, id)),
+                Err(error) => return Err(self.bad_chain(error, chains)),
             };
             if bytes < rest && !self.layout.mergeable {
                 if bytes < self.layout.net_header_bytes {
-                    return Err(self.bad_chain(ChainError::Runt, chains, id));
+                    return Err(self.bad_chain(ChainError::Runt, chains));
                 }
-                let position = self.device.base().wrapping_add(offset);
-                *self.short = Some(Short::Chain { position, bytes });
+                *self.short = Some(Short::Chain { offset, bytes });
                 return Err(Refused::Keep(DropReason::RxBufferTooSmall));
             }
-            self.set_used(offset, id, bytes);
+            self.device.set_written(offset, bytes);
             rest -= bytes;
             chains += 1;
         }
@@ -338,26 +328,18 @@ impl<'r> Filling<'r> {
         Ok(chains)
     }
 
-    /// Head and first descriptor of the chain `offset` behind the next one.
-    fn chain(&mut self, offset: u16) -> Option<(u16, Descriptor)> {
-        match self.chains.get(usize::from(offset)) {
-            Some(chain) => Some((self.device.head(offset), chain.head)),
-            None => self.device.chain_behind(offset),
-        }
-    }
-
     /// Writes up to `bytes_max` bytes of a frame into one chain; returns how
     /// many.
     fn fill_chain(
         &mut self,
-        head: Descriptor,
+        offset: u16,
         bytes_max: u32,
         cut: &mut Cut<'_, 'r>,
         is_first: bool,
     ) -> Result<u32, ChainError> {
-        let longest = self.device.ring().size().min(CHAIN_LEN_MAX);
+        let longest = self.device.size().min(CHAIN_LEN_MAX);
         let allowed = longest.min(self.walk_left);
-        let mut walk = Walk::new(self.memory, self.device.ring(), head, allowed);
+        let mut walk = self.device.walk(self.memory, offset, allowed);
         let filled = fill_buffers(self.memory, &mut walk, bytes_max, cut);
         // The frame's own unit pays for its first chain.
         self.units += units_of_chain(walk.descriptors()) - u32::from(is_first);
@@ -377,28 +359,27 @@ impl<'r> Filling<'r> {
     fn known_short(&mut self, needed: u32) -> Option<DropReason> {
         match (*self.short)? {
             Short::Ring { end, bytes } => {
-                (needed > bytes && self.device.avail_end() == end).then_some(DropReason::RxRingFull)
+                (needed > bytes && self.device.ends_at(end)).then_some(DropReason::RxRingFull)
             }
-            Short::Chain { position, bytes } => {
-                let next = self.device.base().wrapping_add(self.used);
-                (needed > bytes && next == position).then_some(DropReason::RxBufferTooSmall)
+            Short::Chain { offset, bytes } => {
+                (needed > bytes && self.used == offset).then_some(DropReason::RxBufferTooSmall)
             }
         }
     }
 
-    fn bad_chain(&mut self, error: ChainError, filled: u16, bad: u16) -> Refused {
+    /// The chain behind `filled` others cannot be used.
+    fn bad_chain(&mut self, error: ChainError, filled: u16) -> Refused {
         self.chain_errors.add(error);
-        Refused::Return { filled, bad }
+        Refused::Return(filled + 1)
     }
 
-    /// Why there is no chain `offset` behind the next one. Those before it hold
-    /// `bytes`.
-    fn no_chain(&mut self, offset: u16, bytes: u32) -> DropReason {
+    /// Why there is no further chain. Those that are there hold `bytes`.
+    fn no_chain(&mut self, bytes: u32) -> DropReason {
         if self.device.fault().is_some() {
             return DropReason::PortDown;
         }
         // Not the end as it may be by now: the driver may just have posted more.
-        let end = self.device.base().wrapping_add(offset);
+        let end = self.device.position_behind_found();
         *self.short = Some(Short::Ring { end, bytes });
         DropReason::RxRingFull
     }

@@ -10,12 +10,12 @@ use pollux_packet::{
 };
 use pollux_sys::{EventFd, prefetch_read};
 
-use super::split::{Chain, Chains, SplitDevice};
+use super::ring::{Chains, DeviceRing};
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
+use crate::ring::{Descriptor, RingAreas, RingError};
 use crate::spec::DescFlags;
-use crate::split::{Descriptor, RingAreas, RingError, UsedEntry};
 
 /// Pieces that a burst can hold beyond the ring size: buffers that lie over two
 /// regions are two.
@@ -90,7 +90,7 @@ impl<'q> Burst<'q> {
 
 /// The chains of a burst and the ring that they go back to.
 pub struct Returns {
-    device: SplitDevice,
+    device: DeviceRing,
     /// Between a burst and its return.
     is_open: bool,
     /// Chains that were looked at; those behind stay available.
@@ -109,7 +109,7 @@ impl TxRing {
     pub fn new(memory: Arc<GuestMemory>, config: RingConfig) -> Result<Self, RingError> {
         let net_header_bytes = config.features.net_header_bytes();
         let store = store_for(&memory, config.areas.size);
-        let device = SplitDevice::new(Arc::clone(&memory), config)?;
+        let device = DeviceRing::new(Arc::clone(&memory), config, BurstLimit::MAX.frames)?;
         Ok(Self {
             store,
             returns: Returns {
@@ -197,14 +197,14 @@ impl TxRing {
     /// Descriptors in the ring.
     #[must_use]
     pub fn size(&self) -> u16 {
-        self.returns.device.ring().size()
+        self.returns.device.size()
     }
 
     /// Position in the available ring, for GET_VRING_BASE: every chain before
     /// it was returned.
     #[must_use]
     pub fn base(&self) -> u16 {
-        self.returns.device.base()
+        self.returns.device.position()
     }
 
     /// Calls sent and suppressed.
@@ -269,10 +269,9 @@ impl Returns {
         net_header_bytes: u32,
     ) {
         let (mut chains, mut units) = (0, 0);
-        for &Chain { whole, head } in found {
+        for whole in found {
             let (pushed, cost) = if whole.is_empty() {
-                let ring = self.device.ring();
-                let mut walk = Walk::new(memory, ring, head, ring.size());
+                let mut walk = self.device.walk(memory, chains, self.device.size());
                 let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
                 (pushed, units_of_chain(walk.descriptors()))
             } else {
@@ -343,13 +342,8 @@ impl Returns {
             self.chains = chain;
             self.rejected.retain(|&mut (rejected, _)| rejected < chain);
         }
-        let slots = self.device.used_slots();
-        for offset in 0..self.chains {
-            let id = self.device.head(offset).into();
-            // The device wrote nothing to a TX chain (B-21).
-            slots.set(offset, UsedEntry { id, len: 0 });
-        }
-        self.device.publish(self.chains);
+        // The device wrote nothing to a TX chain (B-21).
+        self.device.publish_unwritten(self.chains);
         for &(_, rejected) in &self.rejected {
             // Not before they go back: a chain that stays is judged again.
             if let Rejected::Chain(error) = rejected {

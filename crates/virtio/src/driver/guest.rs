@@ -14,8 +14,8 @@ use pollux_sys::EventFd;
 use super::net::{NetConfig, NetError, RxRing, TxRing};
 use crate::device::{self, RingConfig};
 use crate::memory::{GuestMemory, MemoryError, Region, RegionPlace};
+use crate::ring::RingAreas;
 use crate::spec::{DESC_BYTES, Features};
-use crate::split::RingAreas;
 
 /// First guest address: not 0, so that an address 0 is outside.
 pub const GUEST_BASE: u64 = 0x10_0000;
@@ -50,6 +50,7 @@ impl Default for GuestSpec {
                 version_1: true,
                 mergeable: true,
                 event_idx: false,
+                ..Features::LEGACY
             },
             buffer_bytes: 2048,
             base: 0,

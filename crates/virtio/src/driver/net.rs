@@ -6,8 +6,8 @@ use pollux_packet::{NET_HEADER_BYTES, NET_HEADER_LEGACY_BYTES, Offload, Span, Sp
 
 use super::ring::{Buffer, DriverError, DriverRing, Used};
 use crate::memory::{GuestMemory, Place};
+use crate::ring::{RingAreas, RingError};
 use crate::spec::{DESC_BYTES, Features};
-use crate::split::{RingAreas, RingError};
 
 /// Where the ring and the buffers of a guest's queue lie.
 #[derive(Clone, Copy, Debug)]

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use pollux_sys::full_fence;
-
 use crate::memory::GuestMemory;
-use crate::notify::need_event;
+use crate::notify::{Signal, Wish, arm_then_look, publish_then_ask};
+use crate::ring::{Descriptor, RingAreas, RingError, split::SplitRing};
 use crate::spec::{AVAIL_NO_INTERRUPT, DESC_BYTES, DescFlags, Features, USED_NO_NOTIFY};
-use crate::split::{Descriptor, RingAreas, RingError, SplitRing};
 
 /// A buffer to make available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +125,7 @@ pub struct DriverRing {
     next_used: u16,
     /// `used.idx` as last read.
     used_seen: u16,
+    signal: Signal,
 }
 
 impl DriverRing {
@@ -162,6 +161,7 @@ impl DriverRing {
             published: base,
             next_used: base,
             used_seen: base,
+            signal: Signal::default(),
         })
     }
 
@@ -287,16 +287,21 @@ impl DriverRing {
         if old == self.next_avail {
             return false;
         }
-        self.ring.set_avail_idx(self.next_avail);
         self.published = self.next_avail;
-        // The index before the device's wish, as the device does it the other
-        // way round (section 2.7.13.4.1).
-        full_fence();
-        if self.event_idx {
-            need_event(self.ring.avail_event(), self.next_avail, old)
-        } else {
-            self.ring.used_flags() & USED_NO_NOTIFY == 0
-        }
+        let new = self.next_avail;
+        let wish = publish_then_ask(
+            || self.ring.set_avail_idx(new),
+            || {
+                if self.event_idx {
+                    Wish::at_event(self.ring.avail_event(), new, new.wrapping_sub(old))
+                } else if self.ring.used_flags() & USED_NO_NOTIFY == 0 {
+                    Wish::Always
+                } else {
+                    Wish::Never
+                }
+            },
+        );
+        self.signal.decide(wish)
     }
 
     /// Takes the next chain that the device has returned. The index is read
@@ -346,12 +351,13 @@ impl DriverRing {
     /// Asks for a call on the next returned chain, then looks again: true if
     /// one is there already, and the driver must not wait.
     pub fn request_call(&mut self) -> bool {
-        if self.event_idx {
-            self.ring.set_used_event(self.next_used);
-        } else {
-            self.ring.set_avail_flags(0);
-        }
-        full_fence();
-        self.ring.used_idx() != self.next_used
+        let arm = || {
+            if self.event_idx {
+                self.ring.set_used_event(self.next_used);
+            } else {
+                self.ring.set_avail_flags(0);
+            }
+        };
+        arm_then_look(arm, || self.ring.used_idx()) != self.next_used
     }
 }

@@ -16,6 +16,7 @@ pub(crate) const MODERN: Features = Features {
     version_1: true,
     mergeable: true,
     event_idx: false,
+    ..Features::LEGACY
 };
 
 /// A modern driver without mergeable buffers.
@@ -29,6 +30,7 @@ pub(crate) const LEGACY: Features = Features {
     version_1: false,
     mergeable: false,
     event_idx: false,
+    ..Features::LEGACY
 };
 
 /// An entry of the used ring.

@@ -30,6 +30,7 @@ pub(crate) fn setup() -> impl Strategy<Value = Setup> {
                 version_1: kind.0,
                 mergeable: kind.1,
                 event_idx: kind.2,
+                ..Features::LEGACY
             },
             buffer_bytes: 2048,
             table_len: TABLE_LEN,

@@ -9,104 +9,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
+use super::{Descriptor, RingAreas, RingError, area};
 use crate::memory::GuestMemory;
-use crate::spec::{DESC_BYTES, DescFlags, RING_SIZE_MAX};
-
-/// Where a ring lies, in guest addresses (bytes), and its size in descriptors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RingAreas {
-    /// Number of descriptors: a power of two, at most [`RING_SIZE_MAX`].
-    pub size: u16,
-    /// Descriptor table, aligned to 16.
-    pub desc_addr: u64,
-    /// Available ring, aligned to 2.
-    pub avail_addr: u64,
-    /// Used ring, aligned to 4.
-    pub used_addr: u64,
-}
-
-impl RingAreas {
-    /// Bytes of the descriptor table.
-    #[must_use]
-    pub const fn desc_bytes(size: u16) -> u32 {
-        DESC_BYTES * size as u32
-    }
-
-    /// Bytes of the available ring, `used_event` included.
-    #[must_use]
-    pub const fn avail_bytes(size: u16) -> u32 {
-        6 + 2 * size as u32
-    }
-
-    /// Bytes of the used ring, `avail_event` included.
-    #[must_use]
-    pub const fn used_bytes(size: u16) -> u32 {
-        6 + 8 * size as u32
-    }
-}
-
-/// A ring that cannot be used as it was configured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RingError {
-    /// Not a power of two from 1 to [`RING_SIZE_MAX`].
-    #[error("ring size {size} is not a power of two from 1 to {RING_SIZE_MAX}")]
-    Size {
-        /// Descriptors asked for.
-        size: u16,
-    },
-    /// An area is not aligned as section 2.7 asks.
-    #[error("{area} at guest address {addr:#x} is not aligned to {align} bytes")]
-    Misaligned {
-        /// Which area.
-        area: &'static str,
-        /// Its guest address.
-        addr: u64,
-        /// Alignment in bytes.
-        align: usize,
-    },
-    /// An area does not lie in one region of guest memory.
-    #[error(
-        "{area} at guest address {addr:#x} with {bytes} bytes does not lie in one memory region"
-    )]
-    Unmapped {
-        /// Which area.
-        area: &'static str,
-        /// Its guest address.
-        addr: u64,
-        /// Its length.
-        bytes: u32,
-    },
-}
-
-/// A descriptor, copied.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Descriptor {
-    pub(crate) addr: u64,
-    pub(crate) len: u32,
-    pub(crate) flags: DescFlags,
-    pub(crate) next: u16,
-}
-
-impl Descriptor {
-    /// From the two little-endian words of the table.
-    #[inline]
-    pub(crate) fn from_words(addr: u64, rest: u64) -> Self {
-        let [l0, l1, l2, l3, f0, f1, n0, n1] = rest.to_le_bytes();
-        Self {
-            addr,
-            len: u32::from_le_bytes([l0, l1, l2, l3]),
-            flags: DescFlags(u16::from_le_bytes([f0, f1])),
-            next: u16::from_le_bytes([n0, n1]),
-        }
-    }
-
-    /// The two little-endian words of the table.
-    #[inline]
-    pub(crate) fn to_words(self) -> (u64, u64) {
-        let rest = u64::from(self.len) | u64::from(self.flags.0) << 32 | u64::from(self.next) << 48;
-        (self.addr, rest)
-    }
-}
+use crate::spec::{DESC_BYTES, RING_SIZE_MAX};
 
 /// An entry of the used ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,31 +84,27 @@ impl SplitRing {
         if !size.is_power_of_two() || size > RING_SIZE_MAX {
             return Err(RingError::Size { size });
         }
-        let area = |area, addr, bytes, align| {
-            let span = memory
-                .span(addr, bytes)
-                .ok_or(RingError::Unmapped { area, addr, bytes })?;
-            // Regions need not start at a multiple of what their file does, so
-            // it is the address that will be used that has to be aligned.
-            let ptr = span.as_ptr().cast_mut();
-            if !ptr.addr().is_multiple_of(align) {
-                return Err(RingError::Misaligned { area, addr, align });
-            }
-            Ok(NonNull::new(ptr).expect("a mapping is not at address 0"))
-        };
         let desc = area(
+            &memory,
             "descriptor table",
             desc_addr,
             RingAreas::desc_bytes(size),
             16,
         )?;
         let avail = area(
+            &memory,
             "available ring",
             avail_addr,
             RingAreas::avail_bytes(size),
             2,
         )?;
-        let used = area("used ring", used_addr, RingAreas::used_bytes(size), 4)?;
+        let used = area(
+            &memory,
+            "used ring",
+            used_addr,
+            RingAreas::used_bytes(size),
+            4,
+        )?;
         Ok(Self {
             size,
             desc,

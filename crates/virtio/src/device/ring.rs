@@ -1,0 +1,413 @@
+//! The device half of a ring in either layout: chains, notifications, faults.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use arrayvec::ArrayVec;
+use pollux_packet::{BATCH_MAX, SpanMut};
+use pollux_sys::{EventFd, poison_count};
+
+use super::RingConfig;
+use super::split::SplitDevice;
+use crate::chain::Walk;
+use crate::memory::{GuestMemory, Place};
+use crate::notify::Signal;
+use crate::ring::split::SplitRing;
+use crate::ring::{Descriptor, RingAreas, RingError, RingTable};
+
+/// Why a ring was broken. A broken ring does nothing until it is set up anew;
+/// other rings go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum RingFault {
+    /// The driver moved `avail.idx` by more than the ring size.
+    #[error("avail.idx moved from {from} to {to}, more than the ring size")]
+    AvailIndex {
+        /// Position up to which the ring was processed.
+        from: u16,
+        /// What the driver wrote.
+        to: u16,
+    },
+    /// The driver made a descriptor available that the ring does not have.
+    #[error("head {head} is outside the descriptor table")]
+    Head {
+        /// What the driver wrote.
+        head: u16,
+    },
+    /// The guest's memory file was shortened under the switch.
+    #[error("guest memory was truncated")]
+    MemoryTruncated,
+    /// A call waited until it was interrupted: whoever owns the eventfd has
+    /// cleared O_NONBLOCK on it and filled it, and so stopped a worker.
+    #[error(
+        "the call eventfd blocks: its owner cleared O_NONBLOCK on it and let it fill up, \
+         which stopped a worker until the watchdog interrupted it"
+    )]
+    CallBlocks,
+}
+
+/// Notifications of a ring since it started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Notifications {
+    /// Calls written to the driver's eventfd.
+    pub sent: u64,
+    /// Publications for which the driver did not ask for a call.
+    pub suppressed: u64,
+}
+
+/// An available chain that was looked up.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Found {
+    /// Its first descriptor, copied once.
+    pub(super) head: Descriptor,
+    /// What to return it as: the head's index.
+    pub(super) id: u16,
+    /// Bytes that the device wrote to it, to be returned with it.
+    pub(super) written: u32,
+}
+
+/// How chains are given back to the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Give {
+    /// An entry for each.
+    Each,
+    /// One entry, that of the last: VIRTIO_F_IN_ORDER, and nothing was written.
+    InOrder,
+}
+
+/// The chains of one burst: the whole buffer of each that is one buffer and can
+/// be used as it is (nearly always); else an empty span, and the chain has to be
+/// walked.
+pub(super) type Chains<'m> = ArrayVec<SpanMut<'m>, BATCH_MAX>;
+
+/// Descriptors that are prefetched behind those of a burst.
+pub(super) const LOOK_AHEAD: u16 = 64;
+
+/// Positions in one of the layouts. Which it is, is asked once in each phase.
+#[derive(Debug)]
+enum Layout {
+    Split(SplitDevice),
+}
+
+#[derive(Debug)]
+pub(super) struct DeviceRing {
+    layout: Layout,
+    memory: Arc<GuestMemory>,
+    /// The chains that were looked up, from the next one on.
+    found: Box<[Found]>,
+    found_len: u16,
+    /// Where the last buffer was.
+    near: Place,
+    /// How chains are given back to which nothing was written.
+    give_unwritten: Give,
+    signal: Signal,
+    call: Option<EventFd>,
+    /// [`poison_count`] when this ring's memory was last known to be whole.
+    poison_seen: u32,
+    fault: Option<RingFault>,
+    notifications: Notifications,
+}
+
+impl DeviceRing {
+    /// At most `chains_max` chains are looked up at one time.
+    pub(super) fn new(
+        memory: Arc<GuestMemory>,
+        config: RingConfig,
+        chains_max: u16,
+    ) -> Result<Self, RingError> {
+        let ring = SplitRing::new(Arc::clone(&memory), config.areas)?;
+        let chains_max = usize::from(chains_max).max(BATCH_MAX);
+        let mut device = Self {
+            layout: Layout::Split(SplitDevice::new(ring, config.features.event_idx)),
+            memory,
+            found: vec![Found::default(); chains_max].into_boxed_slice(),
+            found_len: 0,
+            near: Place::default(),
+            give_unwritten: if config.features.in_order {
+                Give::InOrder
+            } else {
+                Give::Each
+            },
+            signal: Signal::default(),
+            call: config.call,
+            // Something may have been cut between mapping and now: compare on
+            // the first burst.
+            poison_seen: 0,
+            fault: None,
+            notifications: Notifications::default(),
+        };
+        device.suppress_kicks();
+        Ok(device)
+    }
+
+    /// Goes on at the same position in another place: the memory was mapped
+    /// anew, or the frontend says where the ring lies now (SET_MEM_TABLE and
+    /// SET_VRING_ADDR on a running ring).
+    pub(super) fn relocate(
+        &mut self,
+        memory: Arc<GuestMemory>,
+        areas: RingAreas,
+    ) -> Result<(), RingError> {
+        if areas.size != self.size() {
+            return Err(RingError::Size { size: areas.size });
+        }
+        match &mut self.layout {
+            Layout::Split(split) => {
+                split.relocate(SplitRing::new(Arc::clone(&memory), areas)?);
+            }
+        }
+        self.memory = memory;
+        self.found_len = 0;
+        self.near = Place::default();
+        self.poison_seen = 0;
+        self.suppress_kicks();
+        Ok(())
+    }
+
+    /// Changes whom to call. What was published before the new eventfd came may
+    /// have gone to the old one, so the next publication calls (B-18).
+    pub(super) fn set_call(&mut self, call: Option<EventFd>) -> Option<EventFd> {
+        self.signal = Signal::default();
+        std::mem::replace(&mut self.call, call)
+    }
+
+    #[inline]
+    pub(super) fn size(&self) -> u16 {
+        match &self.layout {
+            Layout::Split(split) => split.ring().size(),
+        }
+    }
+
+    pub(super) fn fault(&self) -> Option<RingFault> {
+        self.fault
+    }
+
+    /// Position at which the ring goes on, in the form of SET_VRING_BASE.
+    pub(super) fn position(&self) -> u16 {
+        match &self.layout {
+            Layout::Split(split) => split.position(),
+        }
+    }
+
+    pub(super) fn notifications(&self) -> Notifications {
+        self.notifications
+    }
+
+    #[cold]
+    fn set_fault(&mut self, fault: RingFault) {
+        // What was read may be zeros in the place of the guest's bytes.
+        if self.is_whole() {
+            self.fault.get_or_insert(fault);
+        }
+    }
+
+    /// Looks up to `wanted` available chains up: copies each head's descriptor,
+    /// locates its buffer and prefetches the first bytes of that.
+    ///
+    /// `is_usable` says whether a chain of this one buffer can be used as it is.
+    #[inline]
+    pub(super) fn look_up<'m>(
+        &mut self,
+        memory: &'m GuestMemory,
+        wanted: u16,
+        is_usable: impl Fn(Descriptor) -> bool,
+        prefetch: impl Fn(*const u8),
+        chains: &mut Chains<'m>,
+    ) {
+        self.found_len = 0;
+        if self.fault.is_some() {
+            return;
+        }
+        let mut near = self.near;
+        let each = |head: Descriptor| {
+            if is_usable(head)
+                && let Some((place, whole)) = memory.locate(near, head.addr, head.len)
+            {
+                near = place;
+                // Net header and head are 76 bytes: two lines for most buffers.
+                // What lies behind the buffer is not read, only brought nearer.
+                prefetch(whole.as_ptr());
+                prefetch(whole.as_ptr().wrapping_add(64));
+                chains.push(whole);
+                return;
+            }
+            if let Some(piece) = memory.piece(head.addr, head.len) {
+                prefetch(piece.as_ptr());
+            }
+            chains.push(SpanMut::EMPTY);
+        };
+        let found = match &mut self.layout {
+            Layout::Split(split) => split.look_up(wanted, &mut self.found, each),
+        };
+        self.near = near;
+        match found {
+            Ok(count) => self.found_len = count,
+            Err(fault) => self.set_fault(fault),
+        }
+        if !self.is_whole() {
+            // Zeros in the place of the ring.
+            self.found_len = 0;
+            chains.clear();
+        }
+    }
+
+    /// True if there is a chain `offset` behind the next one. Those before it
+    /// were looked up.
+    #[inline]
+    pub(super) fn has_chain(&mut self, offset: u16) -> bool {
+        offset < self.found_len || self.look_behind(offset)
+    }
+
+    #[cold]
+    fn look_behind(&mut self, offset: u16) -> bool {
+        debug_assert_eq!(offset, self.found_len, "one after the other");
+        let Some(slot) = self.found.get_mut(usize::from(offset)) else {
+            return false;
+        };
+        if self.fault.is_some() {
+            return false;
+        }
+        let behind = match &mut self.layout {
+            Layout::Split(split) => split.look_behind(offset),
+        };
+        match behind {
+            Ok(Some(chain)) => {
+                *slot = chain;
+                self.found_len += 1;
+                true
+            }
+            Ok(None) => false,
+            Err(fault) => {
+                self.set_fault(fault);
+                false
+            }
+        }
+    }
+
+    /// Starts to walk a chain that was looked up. At most `buffers_max` buffers
+    /// may follow.
+    #[inline]
+    pub(super) fn walk<'r>(
+        &'r self,
+        memory: &'r GuestMemory,
+        offset: u16,
+        buffers_max: u16,
+    ) -> Walk<'r> {
+        let table = match &self.layout {
+            Layout::Split(split) => RingTable::Split(split.ring()),
+        };
+        let head = self.found[usize::from(offset)].head;
+        Walk::new(memory, table, head, buffers_max)
+    }
+
+    /// Notes how many bytes were written to a chain that was looked up.
+    #[inline]
+    pub(super) fn set_written(&mut self, offset: u16, bytes: u32) {
+        self.found[usize::from(offset)].written = bytes;
+    }
+
+    /// Position behind all chains that were looked up.
+    pub(super) fn position_behind_found(&self) -> u16 {
+        match &self.layout {
+            Layout::Split(split) => split.position_behind(self.found_len),
+        }
+    }
+
+    /// True if there is still no chain at `position`, up to which all were looked
+    /// up once.
+    pub(super) fn ends_at(&mut self, position: u16) -> bool {
+        match &mut self.layout {
+            Layout::Split(split) => split.ends_at(position),
+        }
+    }
+
+    /// Phase 4: gives the first `count` chains that were looked up back to the
+    /// driver with one release store and decides one notification. False (and
+    /// nothing given) on a ring whose memory was cut meanwhile.
+    #[inline]
+    pub(super) fn publish(&mut self, count: u16) -> bool {
+        self.publish_as(count, Give::Each)
+    }
+
+    /// [`publish`](Self::publish) for chains to which nothing was written.
+    #[inline]
+    pub(super) fn publish_unwritten(&mut self, count: u16) -> bool {
+        self.publish_as(count, self.give_unwritten)
+    }
+
+    #[inline]
+    fn publish_as(&mut self, count: u16, give: Give) -> bool {
+        if count == 0 {
+            return true;
+        }
+        if !self.is_whole() {
+            return false;
+        }
+        let found = &self.found[..usize::from(count)];
+        let wish = match &mut self.layout {
+            Layout::Split(split) => split.publish(found, give),
+        };
+        self.found_len = 0;
+        if self.signal.decide(wish) {
+            self.call();
+        } else {
+            self.notifications.suppressed += 1;
+        }
+        true
+    }
+
+    /// False once the guest's memory was cut: then the ring is broken, since
+    /// what was read may not be what the guest wrote. One load in the common
+    /// case: no mapping of the process was cut since the last look.
+    #[inline]
+    pub(super) fn is_whole(&mut self) -> bool {
+        let count = poison_count();
+        if count != self.poison_seen {
+            if self.memory.is_poisoned() {
+                self.fault.get_or_insert(RingFault::MemoryTruncated);
+                return false;
+            }
+            self.poison_seen = count;
+        }
+        true
+    }
+
+    #[cold]
+    fn call(&mut self) {
+        let Some(call) = &self.call else { return };
+        match call.signal() {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {
+                // A write that does not wait is never interrupted. Nothing is
+                // written to this eventfd again, since the ring is broken. It is
+                // closed with the ring, by control: closing what a frontend sent
+                // (a socket that lingers) may wait as well.
+                self.set_fault(RingFault::CallBlocks);
+            }
+            // A full counter means that a call is pending: delivered. Other
+            // errors are the frontend's doing and its loss.
+            Ok(()) | Err(_) => self.notifications.sent += 1,
+        }
+    }
+
+    /// Tells the driver that no kick is needed: the ring is polled.
+    pub(super) fn suppress_kicks(&mut self) {
+        match &mut self.layout {
+            Layout::Split(split) => split.suppress_kicks(),
+        }
+    }
+
+    /// Asks the driver for a kick when it makes the next chain available, then
+    /// looks again: true if there is work already, and the caller must not
+    /// sleep.
+    pub(super) fn request_kick(&mut self) -> bool {
+        if self.fault.is_some() {
+            return false;
+        }
+        let requested = match &mut self.layout {
+            Layout::Split(split) => split.request_kick(),
+        };
+        requested.unwrap_or_else(|fault| {
+            self.set_fault(fault);
+            false
+        })
+    }
+}
