@@ -198,10 +198,8 @@ impl<'m> Walk<'m> {
             .ok_or(ChainError::Unmapped)?;
         let (addr, rest) = bytes.split_first_chunk::<8>().expect("16 bytes");
         let rest = rest.first_chunk::<8>().expect("8 more bytes");
-        Ok(Descriptor::from_words(
-            u64::from_le_bytes(*addr),
-            u64::from_le_bytes(*rest),
-        ))
+        let (addr, rest) = (u64::from_le_bytes(*addr), u64::from_le_bytes(*rest));
+        Ok(self.ring.indirect_desc(index, table.len, addr, rest))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Constants of virtio 1.2 that both halves of a ring use.
 
-/// Largest split ring (section 2.7).
+/// Largest ring (sections 2.7 and 2.8.10.1).
 pub const RING_SIZE_MAX: u16 = 32_768;
 /// Bytes of a descriptor (section 2.7.5).
 pub const DESC_BYTES: u32 = 16;
@@ -57,6 +57,8 @@ pub struct Features {
     /// VIRTIO_F_IN_ORDER: chains come back in the order in which they were made
     /// available, many with one entry (section 2.7.9).
     pub in_order: bool,
+    /// VIRTIO_F_RING_PACKED: the ring has the layout of section 2.8.
+    pub packed: bool,
 }
 
 impl Features {
@@ -66,6 +68,7 @@ impl Features {
         mergeable: false,
         event_idx: false,
         in_order: false,
+        packed: false,
     };
     /// A driver of today with mergeable buffers and nothing else.
     pub const MODERN: Self = Self {

@@ -10,7 +10,9 @@ mod common;
 
 use std::collections::VecDeque;
 
-use common::{LEGACY, MODERN, UNMERGED, frame, poll, transmit};
+use common::{
+    LEGACY, MODERN, UNMERGED, base_of, first_base, frame, in_every_layout, poll, transmit,
+};
 use pollux_packet::{BATCH_MAX, FRAME_BYTES_MAX, FrameSet};
 use pollux_testkit::{Guest, GuestSpec};
 use pollux_virtio::Features;
@@ -118,13 +120,14 @@ fn spec(ring_size: u16, features: Features) -> GuestSpec {
     GuestSpec {
         ring_size,
         features,
+        base: first_base(features),
         ..GuestSpec::default()
     }
 }
 
 #[test]
 fn a_short_chain_cut_at_every_pair_of_points() {
-    for features in [MODERN, LEGACY] {
+    for features in in_every_layout(&[MODERN, LEGACY]) {
         let mut link = Link::new(spec(64, features), spec(64, MODERN));
         let header_bytes = features.net_header_bytes();
         let bytes = header_bytes + 60;
@@ -151,7 +154,7 @@ fn a_short_chain_cut_at_every_pair_of_points() {
 
 #[test]
 fn receive_chains_cut_at_every_pair_of_points() {
-    for features in [MODERN, UNMERGED, LEGACY] {
+    for features in in_every_layout(&[MODERN, UNMERGED, LEGACY]) {
         let mut link = Link::new(spec(64, MODERN), spec(64, features));
         let bytes = features.net_header_bytes() + 60;
         for indirect in [false, true] {
@@ -177,12 +180,17 @@ fn receive_chains_cut_at_every_pair_of_points() {
 
 #[test]
 fn chains_as_long_as_the_ring_and_the_table() {
-    for size in [1_u16, 2, 4, 8, 64, 256] {
-        for regions in [1, 3] {
+    for features in in_every_layout(&[MODERN]) {
+        let sizes: &[u16] = if features.packed {
+            &[1, 2, 3, 5, 8, 100, 256]
+        } else {
+            &[1, 2, 4, 8, 64, 256]
+        };
+        for (&size, regions) in sizes.iter().flat_map(|size| [(size, 1), (size, 3)]) {
             let base = GuestSpec {
                 table_len: size,
                 regions,
-                ..spec(size, MODERN)
+                ..spec(size, features)
             };
             let mut link = Link::new(base, base);
             for len in 1..=usize::from(size) {
@@ -208,16 +216,28 @@ fn chains_as_long_as_the_ring_and_the_table() {
     }
 }
 
+/// Where a ring stands that has moved by so many chains of one descriptor.
+fn moved(spec: GuestSpec, chains: u32) -> u16 {
+    if !spec.features.packed {
+        return u16::try_from((u32::from(spec.base) + chains) % 65_536).expect("reduced");
+    }
+    let size = u32::from(spec.ring_size);
+    let passed = u32::from(spec.base & 0x7fff) + chains;
+    let index = u16::try_from(passed % size).expect("less than the size");
+    let flips = if passed / size % 2 == 1 { 0x8000 } else { 0 };
+    index | (spec.base & 0x8000 ^ flips)
+}
+
 #[test]
 fn every_position_of_the_rings_over_the_wrap() {
     for (base, size) in [(65_530, 256), (0, 64), (65_535, 1), (32_760, 32)] {
-        for event_idx in [false, true] {
-            let features = Features {
-                event_idx,
-                ..MODERN
-            };
+        let events = Features {
+            event_idx: true,
+            ..MODERN
+        };
+        for features in in_every_layout(&[MODERN, events]) {
             let based = GuestSpec {
-                base,
+                base: base_of(features, base, size),
                 ..spec(size, features)
             };
             let mut link = Link::new(based, based);
@@ -250,9 +270,8 @@ fn every_position_of_the_rings_over_the_wrap() {
                 link.a.tx.reclaim().expect("only what is out");
             }
             link.round();
-            let moved = u16::try_from((u32::from(base) + sent) % 65_536).expect("reduced");
-            assert_eq!(link.a_tx.base(), moved);
-            assert_eq!(link.b_rx.base(), moved.wrapping_add(1));
+            assert_eq!(link.a_tx.base(), moved(based, sent));
+            assert_eq!(link.b_rx.base(), moved(based, sent + 1));
             assert_eq!((link.a_tx.fault(), link.b_rx.fault()), (None, None));
         }
     }
@@ -268,12 +287,17 @@ fn every_frame_size() {
         buffer_bytes: 65_536 + 64,
         ..spec(4, features)
     };
-    for from in [MODERN, LEGACY] {
+    for from in in_every_layout(&[MODERN, LEGACY]) {
+        let in_this_layout = |features| Features {
+            packed: from.packed,
+            in_order: from.in_order,
+            ..features
+        };
         for (to, merged) in [
-            (big(UNMERGED), false),
-            (big(LEGACY), false),
-            (big(MODERN), false),
-            (spec(64, MODERN), true),
+            (big(in_this_layout(UNMERGED)), false),
+            (big(in_this_layout(LEGACY)), false),
+            (big(in_this_layout(MODERN)), false),
+            (spec(64, in_this_layout(MODERN)), true),
         ] {
             let mut link = Link::new(big(from), to);
             for len in edges.clone() {
@@ -300,18 +324,51 @@ fn every_frame_size() {
 
 #[test]
 fn a_burst_that_is_dropped_is_received_again() {
-    let mut link = Link::new(spec(64, MODERN), spec(64, MODERN));
-    for seed in 0..10 {
-        link.send(frame(seed, 70), ChainShape::JOINED);
+    for features in in_every_layout(&[MODERN]) {
+        let mut link = Link::new(spec(64, features), spec(64, features));
+        for seed in 0..10 {
+            link.send(frame(seed, 70), ChainShape::JOINED);
+        }
+        link.a.tx.publish();
+        for _ in 0..3 {
+            assert_eq!(link.a_tx.receive(BurstLimit::MAX).batch.len(), 10);
+            assert_eq!(link.a.tx.reclaim(), Ok(0));
+        }
+        let frames: Vec<_> = link.flying.drain(..).collect();
+        assert_eq!(poll(&mut link.a_tx).frames, frames);
+        assert_eq!(link.a.tx.reclaim(), Ok(10));
     }
-    link.a.tx.publish();
-    for _ in 0..3 {
-        assert_eq!(link.a_tx.receive(BurstLimit::MAX).batch.len(), 10);
-        assert_eq!(link.a.tx.reclaim(), Ok(0));
+}
+
+#[test]
+fn the_longest_frame_in_the_smallest_buffers() {
+    for features in in_every_layout(&[MODERN]) {
+        let big = GuestSpec {
+            buffer_bytes: 65_536 + 64,
+            ..spec(4, features)
+        };
+        let tiny = GuestSpec {
+            buffer_bytes: 64,
+            ..spec(2048, features)
+        };
+        let mut link = Link::new(big, tiny);
+        for _ in 0..3 {
+            assert!(link.send(frame(1, FRAME_BYTES_MAX), ChainShape::JOINED));
+            link.b.rx.refill();
+            link.b.rx.publish();
+            link.a.tx.publish();
+            assert_eq!(link.switch(BurstLimit::MAX), 1);
+            let mut buffers = 0;
+            let got = link.b.rx.receive(1, |received| {
+                buffers = received.buffers;
+                assert_eq!(received.num_buffers(), buffers);
+                assert_eq!(received.to_vec(), frame(1, FRAME_BYTES_MAX));
+            });
+            assert_eq!((got, buffers), (Ok(1), 1025));
+            link.flying.clear();
+            assert_eq!(link.a.tx.reclaim(), Ok(1));
+        }
     }
-    let frames: Vec<_> = link.flying.drain(..).collect();
-    assert_eq!(poll(&mut link.a_tx).frames, frames);
-    assert_eq!(link.a.tx.reclaim(), Ok(10));
 }
 
 #[derive(Clone, Debug)]
@@ -322,14 +379,15 @@ struct Sent {
 }
 
 fn features() -> impl Strategy<Value = Features> {
-    (any::<bool>(), any::<bool>(), any::<bool>()).prop_map(|(version_1, mergeable, event_idx)| {
-        Features {
+    any::<[bool; 5]>().prop_map(
+        |[version_1, mergeable, event_idx, in_order, packed]| Features {
             version_1,
             mergeable,
             event_idx,
-            ..Features::LEGACY
-        }
-    })
+            in_order,
+            packed,
+        },
+    )
 }
 
 fn sent() -> impl Strategy<Value = Sent> {
@@ -358,13 +416,17 @@ proptest! {
         to in features(),
         base in any::<u16>(),
         sizes in (4..9_u32, 5..9_u32),
+        odd in 0..13_u16,
         regions in 1..5_u16,
         bursts in prop::collection::vec((prop::collection::vec(sent(), 1..40), 1..65_u16, any::<bool>()), 1..12),
     ) {
-        let guest = |features, log: u32| GuestSpec {
-            base,
-            regions,
-            ..spec(1 << log, features)
+        let guest = |features: Features, log: u32| {
+            let size = (1 << log) + if features.packed { odd } else { 0 };
+            GuestSpec {
+                base: base_of(features, base, size),
+                regions,
+                ..spec(size, features)
+            }
         };
         let mut link = Link::new(guest(from, sizes.0), guest(to, sizes.1));
         let mut seed = 0;
@@ -393,7 +455,7 @@ proptest! {
             link.b.rx.refill();
             link.b.rx.publish();
             let most = link.b.rx.ring().size() - link.b.rx.ring().free_len();
-            prop_assert!(usize::from(most) <= 256 && *limit as usize <= BATCH_MAX);
+            prop_assert!(usize::from(most) <= 300 && *limit as usize <= BATCH_MAX);
             let limit = BurstLimit { frames: *limit, ..BurstLimit::MAX };
             // No more than there are buffers for.
             link.switch(BurstLimit { frames: limit.frames.min(2), ..limit });

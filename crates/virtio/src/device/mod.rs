@@ -4,6 +4,7 @@
 //! misses overlap: take heads, look descriptors up, copy, publish. The index is
 //! read once and written once per burst.
 
+mod packed;
 mod ring;
 mod rx_ring;
 mod split;
@@ -27,9 +28,10 @@ pub struct RingConfig {
     pub areas: RingAreas,
     /// What was negotiated.
     pub features: Features,
-    /// Position in the available ring at which to go on, as the frontend says
-    /// (SET_VRING_BASE). If `used.idx` of the ring differs, the ring goes on
-    /// there: see [`TxRing::base`].
+    /// Position at which to go on, as the frontend says (SET_VRING_BASE). A split
+    /// ring goes on at its own `used.idx` if that differs: see
+    /// [`TxRing::base`]. Of a packed ring the index, with the wrap counter in bit
+    /// 15: 0x8000 in a ring that is new.
     pub base: u16,
     /// Written to call the driver; `None` if it polls.
     pub call: Option<EventFd>,

@@ -8,10 +8,12 @@ use pollux_packet::{BATCH_MAX, SpanMut};
 use pollux_sys::{EventFd, poison_count};
 
 use super::RingConfig;
+use super::packed::PackedDevice;
 use super::split::SplitDevice;
 use crate::chain::Walk;
 use crate::memory::{GuestMemory, Place};
 use crate::notify::Signal;
+use crate::ring::packed::PackedRing;
 use crate::ring::split::SplitRing;
 use crate::ring::{Descriptor, RingAreas, RingError, RingTable};
 
@@ -59,8 +61,10 @@ pub struct Notifications {
 pub(super) struct Found {
     /// Its first descriptor, copied once.
     pub(super) head: Descriptor,
-    /// What to return it as: the head's index.
+    /// What to return it as: the head's index, or a packed ring's buffer id.
     pub(super) id: u16,
+    /// Descriptors that it takes up in a packed ring.
+    pub(super) descs: u16,
     /// Bytes that the device wrote to it, to be returned with it.
     pub(super) written: u32,
 }
@@ -86,6 +90,7 @@ pub(super) const LOOK_AHEAD: u16 = 64;
 #[derive(Debug)]
 enum Layout {
     Split(SplitDevice),
+    Packed(PackedDevice),
 }
 
 #[derive(Debug)]
@@ -114,10 +119,18 @@ impl DeviceRing {
         config: RingConfig,
         chains_max: u16,
     ) -> Result<Self, RingError> {
-        let ring = SplitRing::new(Arc::clone(&memory), config.areas)?;
+        let event_idx = config.features.event_idx;
+        let layout = if config.features.packed {
+            let ring = PackedRing::new(Arc::clone(&memory), config.areas)?;
+            let position = ring.position(config.base)?;
+            Layout::Packed(PackedDevice::new(ring, position, event_idx))
+        } else {
+            let ring = SplitRing::new(Arc::clone(&memory), config.areas)?;
+            Layout::Split(SplitDevice::new(ring, event_idx))
+        };
         let chains_max = usize::from(chains_max).max(BATCH_MAX);
         let mut device = Self {
-            layout: Layout::Split(SplitDevice::new(ring, config.features.event_idx)),
+            layout,
             memory,
             found: vec![Found::default(); chains_max].into_boxed_slice(),
             found_len: 0,
@@ -154,6 +167,9 @@ impl DeviceRing {
             Layout::Split(split) => {
                 split.relocate(SplitRing::new(Arc::clone(&memory), areas)?);
             }
+            Layout::Packed(packed) => {
+                packed.relocate(PackedRing::new(Arc::clone(&memory), areas)?);
+            }
         }
         self.memory = memory;
         self.found_len = 0;
@@ -174,6 +190,7 @@ impl DeviceRing {
     pub(super) fn size(&self) -> u16 {
         match &self.layout {
             Layout::Split(split) => split.ring().size(),
+            Layout::Packed(packed) => packed.ring().size(),
         }
     }
 
@@ -185,6 +202,7 @@ impl DeviceRing {
     pub(super) fn position(&self) -> u16 {
         match &self.layout {
             Layout::Split(split) => split.position(),
+            Layout::Packed(packed) => packed.position(),
         }
     }
 
@@ -237,6 +255,7 @@ impl DeviceRing {
         };
         let found = match &mut self.layout {
             Layout::Split(split) => split.look_up(wanted, &mut self.found, each),
+            Layout::Packed(packed) => Ok(packed.look_up(wanted, &mut self.found, each)),
         };
         self.near = near;
         match found {
@@ -268,6 +287,7 @@ impl DeviceRing {
         }
         let behind = match &mut self.layout {
             Layout::Split(split) => split.look_behind(offset),
+            Layout::Packed(packed) => Ok(packed.chain()),
         };
         match behind {
             Ok(Some(chain)) => {
@@ -294,6 +314,7 @@ impl DeviceRing {
     ) -> Walk<'r> {
         let table = match &self.layout {
             Layout::Split(split) => RingTable::Split(split.ring()),
+            Layout::Packed(packed) => RingTable::Packed(packed.ring()),
         };
         let head = self.found[usize::from(offset)].head;
         Walk::new(memory, table, head, buffers_max)
@@ -309,6 +330,7 @@ impl DeviceRing {
     pub(super) fn position_behind_found(&self) -> u16 {
         match &self.layout {
             Layout::Split(split) => split.position_behind(self.found_len),
+            Layout::Packed(packed) => packed.position_behind_found(),
         }
     }
 
@@ -317,6 +339,7 @@ impl DeviceRing {
     pub(super) fn ends_at(&mut self, position: u16) -> bool {
         match &mut self.layout {
             Layout::Split(split) => split.ends_at(position),
+            Layout::Packed(packed) => packed.ends_at(position),
         }
     }
 
@@ -345,6 +368,7 @@ impl DeviceRing {
         let found = &self.found[..usize::from(count)];
         let wish = match &mut self.layout {
             Layout::Split(split) => split.publish(found, give),
+            Layout::Packed(packed) => packed.publish(found, give),
         };
         self.found_len = 0;
         if self.signal.decide(wish) {
@@ -392,6 +416,7 @@ impl DeviceRing {
     pub(super) fn suppress_kicks(&mut self) {
         match &mut self.layout {
             Layout::Split(split) => split.suppress_kicks(),
+            Layout::Packed(packed) => packed.suppress_kicks(),
         }
     }
 
@@ -404,6 +429,7 @@ impl DeviceRing {
         }
         let requested = match &mut self.layout {
             Layout::Split(split) => split.request_kick(),
+            Layout::Packed(packed) => Ok(packed.request_kick()),
         };
         requested.unwrap_or_else(|fault| {
             self.set_fault(fault);

@@ -139,6 +139,7 @@ impl SplitDevice {
         Ok(Found {
             head: self.ring.desc(id),
             id,
+            descs: 1,
             written: 0,
         })
     }

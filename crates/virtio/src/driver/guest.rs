@@ -33,7 +33,8 @@ pub struct GuestSpec {
     pub features: Features,
     /// Bytes of a buffer, one for each descriptor.
     pub buffer_bytes: u32,
-    /// Ring position to start at.
+    /// Ring position to start at: 0 after a reset, 0x8000 in a packed ring. See
+    /// [`DriverRing::new`](super::DriverRing::new).
     pub base: u16,
     /// Descriptors of each indirect table.
     pub table_len: u16,

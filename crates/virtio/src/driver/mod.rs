@@ -8,7 +8,9 @@
 
 mod guest;
 mod net;
+mod packed;
 mod ring;
+mod split;
 
 pub use guest::{GUEST_BASE, Guest, GuestError, GuestSpec, USER_BASE};
 pub use net::{ChainShape, NetConfig, NetError, Received, RxRing, TxRing};

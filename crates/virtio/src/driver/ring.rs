@@ -1,11 +1,15 @@
-//! Chains of buffers into a split ring and back.
+//! Chains of buffers into a ring and back, in either layout.
 
 use std::sync::Arc;
 
+use super::packed::PackedDriver;
+use super::split::SplitDriver;
 use crate::memory::GuestMemory;
-use crate::notify::{Signal, Wish, arm_then_look, publish_then_ask};
-use crate::ring::{Descriptor, RingAreas, RingError, split::SplitRing};
-use crate::spec::{AVAIL_NO_INTERRUPT, DESC_BYTES, DescFlags, Features, USED_NO_NOTIFY};
+use crate::notify::{Signal, Wish};
+use crate::ring::packed::{PackedRing, Word};
+use crate::ring::split::SplitRing;
+use crate::ring::{Descriptor, RingAreas, RingError};
+use crate::spec::{DESC_BYTES, DescFlags, Features};
 
 /// A buffer to make available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,27 +76,50 @@ struct Slot {
     chain_len: u16,
 }
 
-/// Free descriptors, the last freed first: it and its buffer are the likeliest
-/// to be in the cache.
+/// Free descriptors. The last freed comes first, since it and its buffer are the
+/// likeliest to be in the cache; or, in order, the first freed (section 2.7.9).
 #[derive(Debug)]
 struct FreeList {
     entries: Box<[u16]>,
+    in_order: bool,
+    /// Where the first is, if they are in order.
+    first: u16,
     len: u16,
 }
 
 impl FreeList {
-    fn all(size: u16) -> Self {
+    /// All of `size`. In order they begin at `first`.
+    fn all(size: u16, in_order: bool, first: u16) -> Self {
+        let entries = if in_order {
+            (0..size).collect()
+        } else {
+            (0..size).rev().collect()
+        };
         Self {
-            entries: (0..size).rev().collect(),
+            entries,
+            in_order,
+            first,
             len: size,
         }
+    }
+
+    /// Where the entry lies that was added `age` after the first.
+    #[inline]
+    fn index(&self, age: u16) -> usize {
+        let index = usize::from(self.first) + usize::from(age);
+        let size = self.entries.len();
+        if index < size { index } else { index - size }
     }
 
     /// The entry that comes `offset` after the next.
     #[inline]
     fn peek(&self, offset: u16) -> Option<u16> {
-        let above = usize::from(offset) + 1;
-        let index = usize::from(self.len).checked_sub(above)?;
+        let above = self.len.checked_sub(offset)?.checked_sub(1)?;
+        let index = if self.in_order {
+            self.index(offset)
+        } else {
+            usize::from(above)
+        };
         Some(self.entries[index])
     }
 
@@ -100,37 +127,59 @@ impl FreeList {
     #[inline]
     fn take(&mut self, count: u16) {
         self.len -= count;
+        if self.in_order {
+            self.first = u16::try_from(self.index(count)).unwrap_or(0);
+        }
     }
 
     #[inline]
     fn push(&mut self, entry: u16) {
-        self.entries[usize::from(self.len)] = entry;
+        let index = if self.in_order {
+            self.index(self.len)
+        } else {
+            usize::from(self.len)
+        };
+        self.entries[index] = entry;
         self.len += 1;
     }
 }
 
-/// The driver half of a split ring.
+/// Positions in one of the layouts.
+#[derive(Debug)]
+enum Layout {
+    Split(SplitDriver),
+    Packed(PackedDriver),
+}
+
+/// Chains that the device has returned with one entry (VIRTIO_F_IN_ORDER).
+#[derive(Clone, Copy, Debug)]
+struct InOrder {
+    /// First descriptor of the last of them.
+    last: u32,
+    /// Bytes that the device says it wrote to that one.
+    len: u32,
+}
+
+/// The driver half of a ring.
 #[derive(Debug)]
 pub struct DriverRing {
-    ring: SplitRing,
-    event_idx: bool,
+    memory: Arc<GuestMemory>,
+    layout: Layout,
     free: FreeList,
-    /// By descriptor.
+    /// By descriptor, or by buffer id in a packed ring.
     slots: Box<[Slot]>,
-    /// Where the next chain goes.
-    next_avail: u16,
-    /// What the device has been told.
-    published: u16,
-    /// Next used entry to take.
-    next_used: u16,
-    /// `used.idx` as last read.
-    used_seen: u16,
+    in_order: bool,
+    /// The chain that comes back next, in order.
+    oldest: u16,
+    /// What is left of the last entry, in order.
+    batch: Option<InOrder>,
     signal: Signal,
 }
 
 impl DriverRing {
-    /// Starts the driver half: clears the ring and begins at position `base`
-    /// on both sides (0 after a reset; others exercise the wrap).
+    /// Starts the driver half: clears the ring and begins at position `base` on
+    /// both sides. After a reset that is 0, or 0x8000 in a packed ring (the wrap
+    /// counter is bit 15); others exercise the wrap.
     ///
     /// # Errors
     /// If the areas are not whole and aligned in guest memory.
@@ -140,27 +189,25 @@ impl DriverRing {
         features: Features,
         base: u16,
     ) -> Result<Self, RingError> {
-        let ring = SplitRing::new(memory, areas)?;
-        let size = ring.size();
-        for index in 0..size {
-            ring.set_desc(index, Descriptor::default());
-            ring.set_avail_head(index, 0);
-        }
-        ring.set_avail_flags(0);
-        ring.set_used_event(0);
-        ring.set_used_flags(0);
-        ring.set_avail_event(0);
-        ring.set_used_idx(base);
-        ring.set_avail_idx(base);
+        let (layout, first) = if features.packed {
+            let ring = PackedRing::new(Arc::clone(&memory), areas)?;
+            let position = ring.position(base)?;
+            let driver = PackedDriver::new(ring, features.event_idx, position);
+            (Layout::Packed(driver), position.index())
+        } else {
+            let ring = SplitRing::new(Arc::clone(&memory), areas)?;
+            let driver = SplitDriver::new(ring, features.event_idx, base);
+            (Layout::Split(driver), base % areas.size)
+        };
+        let size = areas.size;
         Ok(Self {
-            ring,
-            event_idx: features.event_idx,
-            free: FreeList::all(size),
+            memory,
+            layout,
+            free: FreeList::all(size, features.in_order, first),
             slots: vec![Slot::default(); usize::from(size)].into_boxed_slice(),
-            next_avail: base,
-            published: base,
-            next_used: base,
-            used_seen: base,
+            in_order: features.in_order,
+            oldest: first,
+            batch: None,
             signal: Signal::default(),
         })
     }
@@ -168,7 +215,10 @@ impl DriverRing {
     /// Descriptors in the ring.
     #[must_use]
     pub fn size(&self) -> u16 {
-        self.ring.size()
+        match &self.layout {
+            Layout::Split(split) => split.ring().size(),
+            Layout::Packed(packed) => packed.ring().size(),
+        }
     }
 
     /// Descriptors that are free.
@@ -178,13 +228,17 @@ impl DriverRing {
         self.free.len
     }
 
-    /// Position in the available ring that the device has been told.
+    /// Position up to which the device has been told, as in SET_VRING_BASE.
     #[must_use]
     pub fn avail_idx(&self) -> u16 {
-        self.published
+        match &self.layout {
+            Layout::Split(split) => split.published(),
+            Layout::Packed(packed) => packed.published(),
+        }
     }
 
-    /// The descriptor that the next chain starts with.
+    /// The descriptor that the next chain starts with; the buffer id of the next
+    /// chain in a packed ring.
     #[inline]
     #[must_use]
     pub fn next_head(&self) -> Option<u16> {
@@ -199,7 +253,7 @@ impl DriverRing {
     #[inline]
     pub fn add_one(&mut self, buffer: Buffer) -> Result<u16, DriverError> {
         let head = self.next_head().ok_or(DriverError::Full)?;
-        self.ring.set_desc(head, buffer.descriptor(None));
+        self.put(head, head, buffer.descriptor(None));
         self.push_head(head, 1);
         Ok(head)
     }
@@ -224,7 +278,7 @@ impl DriverRing {
             } else {
                 None
             };
-            self.ring.set_desc(index, buffer.descriptor(next));
+            self.put(index, head, buffer.descriptor(next));
             self.slots[usize::from(index)].next = next.unwrap_or_default();
         }
         self.push_head(head, len);
@@ -232,7 +286,7 @@ impl DriverRing {
     }
 
     /// Puts a chain into the ring as one descriptor that leads to a table of
-    /// them, which is written at `table_addr` (section 2.7.5.3).
+    /// them, which is written at `table_addr` (sections 2.7.5.3 and 2.8.7).
     ///
     /// # Errors
     /// If no descriptor is free, there is no buffer, or the table is not in
@@ -249,25 +303,34 @@ impl DriverRing {
         let head = self.next_head().ok_or(DriverError::Full)?;
         for (index, buffer) in (0..len).zip(buffers) {
             let next = (index + 1 < len).then_some(index + 1);
-            let (addr, rest) = buffer.descriptor(next).to_words();
+            let (addr, rest) = match &self.layout {
+                Layout::Split(_) => buffer.descriptor(next).to_words(),
+                Layout::Packed(_) => Word::in_table(buffer.descriptor(None)),
+            };
             let at = table_addr + u64::from(DESC_BYTES) * u64::from(index);
-            self.ring
-                .memory()
+            self.memory
                 .write(at, &addr.to_le_bytes())
-                .and_then(|()| self.ring.memory().write(at + 8, &rest.to_le_bytes()))
+                .and_then(|()| self.memory.write(at + 8, &rest.to_le_bytes()))
                 .ok_or(DriverError::Table(at))?;
         }
-        self.ring.set_desc(
-            head,
-            Descriptor {
-                addr: table_addr,
-                len: DESC_BYTES * u32::from(len),
-                flags: DescFlags::INDIRECT,
-                next: 0,
-            },
-        );
+        let table = Descriptor {
+            addr: table_addr,
+            len: DESC_BYTES * u32::from(len),
+            flags: DescFlags::INDIRECT,
+            next: 0,
+        };
+        self.put(head, head, table);
         self.push_head(head, 1);
         Ok(head)
+    }
+
+    /// Writes descriptor `index` of the chain at `head`.
+    #[inline]
+    fn put(&mut self, index: u16, head: u16, descriptor: Descriptor) {
+        match &mut self.layout {
+            Layout::Split(split) => split.put(index, descriptor),
+            Layout::Packed(packed) => packed.put(head, descriptor),
+        }
     }
 
     /// Makes a chain of the next `descriptors` free ones available.
@@ -275,89 +338,120 @@ impl DriverRing {
     fn push_head(&mut self, head: u16, descriptors: u16) {
         self.free.take(descriptors);
         self.slots[usize::from(head)].chain_len = descriptors;
-        self.ring.set_avail_head(self.next_avail, head);
-        self.next_avail = self.next_avail.wrapping_add(1);
+        if let Layout::Split(split) = &mut self.layout {
+            split.push(head);
+        }
     }
 
     /// Shows the device everything that was added, with one store. True if the
     /// device asks for a kick.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        let old = self.published;
-        if old == self.next_avail {
-            return false;
-        }
-        self.published = self.next_avail;
-        let new = self.next_avail;
-        let wish = publish_then_ask(
-            || self.ring.set_avail_idx(new),
-            || {
-                if self.event_idx {
-                    Wish::at_event(self.ring.avail_event(), new, new.wrapping_sub(old))
-                } else if self.ring.used_flags() & USED_NO_NOTIFY == 0 {
-                    Wish::Always
-                } else {
-                    Wish::Never
-                }
-            },
-        );
-        self.signal.decide(wish)
+        let wish = match &mut self.layout {
+            Layout::Split(split) => split.publish(),
+            Layout::Packed(packed) => packed.publish(),
+        };
+        wish.is_some_and(|wish: Wish| self.signal.decide(wish))
     }
 
-    /// Takes the next chain that the device has returned. The index is read
-    /// only when all that was known is taken.
+    /// Takes the next chain that the device has returned.
+    ///
+    /// In order, a chain that the device skipped comes with length 0, since the
+    /// device says nothing else of it.
     ///
     /// # Errors
     /// If the device returned what is not out. The entry is skipped.
     #[inline]
     pub fn take_used(&mut self) -> Result<Option<Used>, DriverError> {
-        if self.next_used == self.used_seen {
-            self.used_seen = self.ring.used_idx();
-            if self.next_used == self.used_seen {
-                return Ok(None);
-            }
+        if self.in_order {
+            return self.take_in_order();
         }
-        let entry = self.ring.used_entry(self.next_used);
-        self.next_used = self.next_used.wrapping_add(1);
-        let not_out = DriverError::Device(entry.id);
-        let head = u16::try_from(entry.id).map_err(|_| not_out)?;
-        let slot = self.slots.get_mut(usize::from(head)).ok_or(not_out)?;
-        let descriptors = std::mem::take(&mut slot.chain_len);
-        if descriptors == 0 {
+        let used = match &mut self.layout {
+            Layout::Split(split) => split.used(),
+            Layout::Packed(packed) => packed.used(),
+        };
+        let Some((id, len)) = used else {
+            return Ok(None);
+        };
+        let not_out = DriverError::Device(id);
+        let head = u16::try_from(id).ok();
+        let slot = head.and_then(|head| self.slots.get_mut(usize::from(head)));
+        let descriptors = slot.map_or(0, |slot| std::mem::take(&mut slot.chain_len));
+        self.pass(descriptors.max(1));
+        let Some(head) = head.filter(|_| descriptors > 0) else {
             return Err(not_out);
+        };
+        self.free_chain(head, descriptors);
+        Ok(Some(Used { head, len }))
+    }
+
+    fn take_in_order(&mut self) -> Result<Option<Used>, DriverError> {
+        let used = match &mut self.layout {
+            Layout::Split(split) => split.used(),
+            Layout::Packed(packed) => packed.used(),
+        };
+        let InOrder { last, len } = match (self.batch, used) {
+            (Some(batch), _) => batch,
+            (None, Some((last, len))) => InOrder { last, len },
+            (None, None) => return Ok(None),
+        };
+        if used.is_none() && matches!(self.layout, Layout::Split(_)) {
+            // The index says that fewer chains came back.
+            self.batch = None;
+            return Err(DriverError::Device(last));
         }
+        let head = self.oldest;
+        let descriptors = std::mem::take(&mut self.slots[usize::from(head)].chain_len);
+        if descriptors == 0 {
+            // All chains came back and that was not among them.
+            self.batch = None;
+            self.pass(1);
+            return Err(DriverError::Device(last));
+        }
+        self.pass(descriptors);
+        self.free_chain(head, descriptors);
+        let oldest = u32::from(head) + u32::from(descriptors);
+        self.oldest = u16::try_from(oldest % u32::from(self.size())).unwrap_or_default();
+        if last == u32::from(head) {
+            self.batch = None;
+            return Ok(Some(Used { head, len }));
+        }
+        self.batch = Some(InOrder { last, len });
+        Ok(Some(Used { head, len: 0 }))
+    }
+
+    #[inline]
+    fn pass(&mut self, descriptors: u16) {
+        match &mut self.layout {
+            Layout::Split(split) => split.pass(),
+            Layout::Packed(packed) => packed.pass(descriptors),
+        }
+    }
+
+    #[inline]
+    fn free_chain(&mut self, head: u16, descriptors: u16) {
         self.free.push(head);
         let mut index = head;
         for _ in 1..descriptors {
             index = self.slots[usize::from(index)].next;
             self.free.push(index);
         }
-        Ok(Some(Used {
-            head,
-            len: entry.len,
-        }))
     }
 
     /// Tells the device that no call is needed: the driver polls.
     pub fn suppress_calls(&mut self) {
-        if self.event_idx {
-            // As far away as can be (section 2.7.7.1).
-            self.ring.set_used_event(self.next_used.wrapping_sub(1));
-        } else {
-            self.ring.set_avail_flags(AVAIL_NO_INTERRUPT);
+        match &mut self.layout {
+            Layout::Split(split) => split.suppress_calls(),
+            Layout::Packed(packed) => packed.suppress_calls(),
         }
     }
 
     /// Asks for a call on the next returned chain, then looks again: true if
     /// one is there already, and the driver must not wait.
     pub fn request_call(&mut self) -> bool {
-        let arm = || {
-            if self.event_idx {
-                self.ring.set_used_event(self.next_used);
-            } else {
-                self.ring.set_avail_flags(0);
-            }
-        };
-        arm_then_look(arm, || self.ring.used_idx()) != self.next_used
+        match &mut self.layout {
+            Layout::Split(split) => split.request_call(),
+            Layout::Packed(packed) => packed.request_call(),
+        }
     }
 }

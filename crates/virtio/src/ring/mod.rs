@@ -5,6 +5,7 @@
 //! positions are kept inside it. So both halves of a ring are written in safe
 //! code, and no value that a peer writes can lead outside.
 
+pub(crate) mod packed;
 pub(crate) mod split;
 
 use std::ptr::NonNull;
@@ -41,6 +42,9 @@ impl RingAreas {
         6 + 2 * size as u32
     }
 
+    /// Bytes of an event suppression area of a packed ring.
+    pub const EVENTS_BYTES: u32 = 4;
+
     /// Bytes of the used ring, `avail_event` included.
     #[must_use]
     pub const fn used_bytes(size: u16) -> u32 {
@@ -55,6 +59,20 @@ pub enum RingError {
     #[error("ring size {size} is not a power of two from 1 to {RING_SIZE_MAX}")]
     Size {
         /// Descriptors asked for.
+        size: u16,
+    },
+    /// A packed ring of no descriptor, or of more than [`RING_SIZE_MAX`].
+    #[error("packed ring size {size} is not from 1 to {RING_SIZE_MAX}")]
+    PackedSize {
+        /// Descriptors asked for.
+        size: u16,
+    },
+    /// A packed ring is to start behind its end.
+    #[error("position {index} is outside a packed ring of {size} descriptors")]
+    Position {
+        /// Index asked for, without the wrap counter.
+        index: u16,
+        /// Descriptors of the ring.
         size: u16,
     },
     /// An area is not aligned as section 2.7 asks.
@@ -136,6 +154,8 @@ fn area(
 pub(crate) enum RingTable<'r> {
     /// Descriptors lead to each other by `next`.
     Split(&'r split::SplitRing),
+    /// Descriptors follow each other.
+    Packed(&'r packed::PackedRing),
 }
 
 impl RingTable<'_> {
@@ -144,6 +164,20 @@ impl RingTable<'_> {
     pub(crate) fn desc(self, index: u16) -> Option<Descriptor> {
         match self {
             Self::Split(ring) => (index < ring.size()).then(|| ring.desc(index)),
+            Self::Packed(ring) => (index < ring.size()).then(|| ring.desc(index)),
+        }
+    }
+
+    /// Reads the two words of an entry of an indirect table of `len` entries.
+    /// Those of a packed ring follow each other, all of them, whatever their
+    /// flags say (section 2.8.7).
+    pub(crate) fn indirect_desc(self, index: u16, len: u32, addr: u64, rest: u64) -> Descriptor {
+        match self {
+            Self::Split(_) => Descriptor::from_words(addr, rest),
+            Self::Packed(_) => {
+                let next = index.checked_add(1).filter(|&next| u32::from(next) < len);
+                packed::Word::from_bits(rest).table_entry(addr, next)
+            }
         }
     }
 }

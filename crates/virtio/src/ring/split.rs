@@ -63,10 +63,10 @@ pub(crate) struct SplitRing {
     avail: NonNull<u8>,
     used: NonNull<u8>,
     /// Keeps the areas mapped.
-    memory: Arc<GuestMemory>,
+    _memory: Arc<GuestMemory>,
 }
 
-// SAFETY: the pointers lead into mappings that `memory` owns and are used
+// SAFETY: the pointers lead into mappings that `_memory` owns and are used
 // through atomics only (a guest may lay areas of two rings over each other).
 unsafe impl Send for SplitRing {}
 
@@ -110,17 +110,13 @@ impl SplitRing {
             desc,
             avail,
             used,
-            memory,
+            _memory: memory,
         })
     }
 
     #[inline]
     pub(crate) fn size(&self) -> u16 {
         self.size
-    }
-
-    pub(crate) fn memory(&self) -> &Arc<GuestMemory> {
-        &self.memory
     }
 
     /// Ring position to index: sizes are powers of two.
@@ -134,7 +130,7 @@ impl SplitRing {
         let offset = self.index(index) * DESC_BYTES as usize + word * 8;
         let ptr = self.desc.as_ptr().wrapping_add(offset).cast();
         // SAFETY: the masked index lies in the table, which was checked for
-        // length and alignment (16) and stays mapped as `memory` is owned.
+        // length and alignment (16) and stays mapped as the memory is owned.
         unsafe { AtomicU64::from_ptr(ptr) }
     }
 
@@ -144,7 +140,7 @@ impl SplitRing {
         let ptr = self.avail.as_ptr().wrapping_add(offset).cast();
         // SAFETY: callers give a fixed field or a masked index, so the offset
         // lies in the area, which was checked for length and alignment (2) and
-        // stays mapped as `memory` is owned.
+        // stays mapped as the memory is owned.
         unsafe { AtomicU16::from_ptr(ptr) }
     }
 

@@ -33,6 +33,31 @@ pub(crate) const LEGACY: Features = Features {
     ..Features::LEGACY
 };
 
+/// The same in every layout and order of returns.
+pub(crate) fn in_every_layout(features: &[Features]) -> impl Iterator<Item = Features> + '_ {
+    let layouts = [(false, false), (false, true), (true, false), (true, true)];
+    features.iter().flat_map(move |&features| {
+        layouts.map(|(packed, in_order)| Features {
+            packed,
+            in_order,
+            ..features
+        })
+    })
+}
+
+/// Position of a ring of `size` that was gone around and stands at `index`.
+pub(crate) fn base_of(features: Features, index: u16, size: u16) -> u16 {
+    match features.packed {
+        false => index,
+        true => index % size | index & 0x8000,
+    }
+}
+
+/// Position at which a driver starts after a reset.
+pub(crate) fn first_base(features: Features) -> u16 {
+    base_of(features, if features.packed { 0x8000 } else { 0 }, 1)
+}
+
 /// An entry of the used ring.
 pub(crate) fn used(id: u16, len: u32) -> RawUsed {
     RawUsed {
