@@ -224,6 +224,7 @@ impl Device {
             features: config.features,
             base: self.used_idx(config.areas),
             call: None,
+            counters: Arc::default(),
         };
         let tx = device::TxRing::new(Arc::clone(&self.memory), config(self.tx_config));
         let rx = device::RxRing::new(Arc::clone(&self.memory), config(self.rx_config));

@@ -366,10 +366,14 @@ impl Frontend {
     /// # Errors
     /// Names the request that failed.
     pub fn stop(&mut self) -> Result<RingBases, FrontendError> {
+        let is_packed = self.agreed.ring_features().packed;
         self.within_timeout(|inner| {
             let stop = |index| -> Result<u16, FrontendError> {
                 let base = inner.get_vring_base(index).map_err(at("GET_VRING_BASE"))?;
                 let no_position = vhost::vhost_user::Error::InvalidMessage;
+                let [low, high] = [base & 0xffff, base >> 16];
+                // Of a packed ring, available and used position.
+                let base = if is_packed && low == high { low } else { base };
                 u16::try_from(base)
                     .map_err(|_| at("GET_VRING_BASE")(vhost::Error::VhostUserProtocol(no_position)))
             };
@@ -464,6 +468,8 @@ pub fn feature_bits(features: Features) -> u64 {
     bit(features.version_1, features::VERSION_1)
         | bit(features.mergeable, features::MRG_RXBUF)
         | bit(features.event_idx, features::EVENT_IDX)
+        | bit(features.in_order, features::IN_ORDER)
+        | bit(features.packed, features::RING_PACKED)
 }
 
 /// Names the request that an error is about.

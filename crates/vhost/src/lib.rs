@@ -21,4 +21,4 @@ mod socket;
 mod status;
 
 pub use backend::{Backend, PortConfig, SocketError, SocketMode};
-pub use status::{MemoryStatus, PortStatus, RingStatus, SessionState};
+pub use status::{MemoryStatus, PortStatus, RingLayout, RingStatus, SessionState};

@@ -40,7 +40,7 @@ pub(crate) use self::vring::GUEST_RX;
 use self::vring::{RINGS, UserAddrs, Vring};
 use crate::features;
 use crate::framing::{self, Message};
-use crate::status::{MemoryStatus, RingStatus};
+use crate::status::{MemoryStatus, RingLayout, RingStatus};
 
 /// The queues of the port that a session serves. Each call returns when no
 /// worker uses the state before it.
@@ -379,9 +379,13 @@ impl Session {
         rings: &mut impl Rings,
     ) -> Result<(), RequestError> {
         let (index, number) = ring_and_number(message)?;
+        // Whether the features are known yet, is up to the frontend: if not, the
+        // ring will say what is wrong with its size when it starts.
+        let may_be_odd = self.features.is_none() || self.is_packed();
         let size = u16::try_from(number)
             .ok()
-            .filter(|size| size.is_power_of_two() && *size <= RING_SIZE_MAX)
+            .filter(|size| (1..=RING_SIZE_MAX).contains(size))
+            .filter(|size| may_be_odd || size.is_power_of_two())
             .ok_or(RequestError::RingSize(number))?;
         let vring = &mut self.vrings[index];
         if vring.running && vring.size != Some(size) {
@@ -393,7 +397,13 @@ impl Session {
 
     fn set_vring_base(&mut self, message: &Message) -> Result<(), RequestError> {
         let (index, number) = ring_and_number(message)?;
-        let base = u16::try_from(number).map_err(|_| RequestError::RingBase(number))?;
+        let base = match u16::try_from(number) {
+            Ok(base) => base,
+            // Of a packed ring both positions come, and they are the same: chains
+            // go back in the order in which they were taken.
+            Err(_) if self.features.is_none() || self.is_packed() => (number & 0xffff) as u16,
+            Err(_) => return Err(RequestError::RingBase(number)),
+        };
         let vring = &mut self.vrings[index];
         if vring.running {
             return Err(RequestError::RingRunning(index));
@@ -455,6 +465,7 @@ impl Session {
     ) -> Result<(), RequestError> {
         let (index, kick) = notifier(message)?;
         let vring = &mut self.vrings[index];
+        vring.count_kicks();
         vring.kick = kick;
         vring.started = true;
         self.start_if_complete(index, rings)
@@ -491,12 +502,22 @@ impl Session {
         let base = match ring_index(state.index) {
             Ok(index) => {
                 self.stop_ring(index, rings);
-                u32::from(self.vrings[index].base)
+                let base = u32::from(self.vrings[index].base);
+                // Next available in the lower half, next used in the upper.
+                if self.is_packed() {
+                    base | base << 16
+                } else {
+                    base
+                }
             }
             Err(_) => 0,
         };
         let answer = VhostUserVringState::new(state.index, base);
         Ok(Some(answer.as_slice().to_vec()))
+    }
+
+    fn is_packed(&self) -> bool {
+        features::of_ring(self.features.unwrap_or(0)).packed
     }
 
     /// SET_VRING_ENABLE, or what holds without it.
@@ -537,6 +558,7 @@ impl Session {
                 features: features::of_ring(features),
                 base: vring.base,
                 call: clone_of(vring.call.as_ref())?,
+                counters: Arc::clone(&vring.counters),
             };
             rings.start(index, memory, config, enabled)
         };
@@ -562,6 +584,7 @@ impl Session {
         self.stop_in_place(index, rings);
         let vring = &mut self.vrings[index];
         vring.started = false;
+        vring.count_kicks();
         vring.kick = None;
         vring.fault = None;
     }
@@ -576,12 +599,13 @@ impl Session {
         }
     }
 
-    /// Looks for rings that their guest broke; tells the frontend, once, and
+    /// Counts kicks, and looks for rings that their guest broke; tells the frontend, once, and
     /// returns true if there is one that was not known.
     pub(crate) fn notice_faults(&mut self, rings: &impl Rings) -> bool {
         let mut is_news = false;
         for index in 0..RINGS {
             let vring = &mut self.vrings[index];
+            vring.count_kicks();
             if !vring.running || vring.fault.is_some() {
                 continue;
             }
@@ -647,9 +671,14 @@ impl Session {
     }
 
     pub(crate) fn ring_status(&self) -> Vec<RingStatus> {
+        let layout = if self.is_packed() {
+            RingLayout::Packed
+        } else {
+            RingLayout::Split
+        };
         let vrings = self.vrings.iter().enumerate();
         vrings
-            .map(|(index, vring)| vring.status(index, self.is_enabled(index)))
+            .map(|(index, vring)| vring.status(index, self.is_enabled(index), layout))
             .collect()
     }
 }

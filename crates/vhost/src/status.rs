@@ -1,7 +1,9 @@
 //! What an operator can know of a port's session.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use pollux_virtio::device::RingCounters;
 use serde::Serialize;
 
 use crate::backend::SocketMode;
@@ -79,6 +81,16 @@ pub struct MemoryStatus {
     pub bytes: u64,
 }
 
+/// How a ring is laid out (virtio 1.2, sections 2.7 and 2.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RingLayout {
+    /// Descriptor table, available and used ring.
+    Split,
+    /// One ring of descriptors.
+    Packed,
+}
+
 /// A ring.
 #[derive(Clone, Debug, Serialize)]
 pub struct RingStatus {
@@ -86,6 +98,8 @@ pub struct RingStatus {
     pub name: &'static str,
     /// Descriptors; `None` before SET_VRING_NUM.
     pub size: Option<u16>,
+    /// What the acknowledged features say.
+    pub layout: RingLayout,
     /// True from SET_VRING_KICK to GET_VRING_BASE.
     pub started: bool,
     /// SET_VRING_ENABLE, or what holds without it.
@@ -94,4 +108,7 @@ pub struct RingStatus {
     pub running: bool,
     /// Why it does not run though it was started.
     pub fault: Option<String>,
+    /// Live counters, of the whole session.
+    #[serde(skip)]
+    pub counters: Arc<RingCounters>,
 }

@@ -105,34 +105,36 @@ fn exchange(a: &mut Station, b: &mut Station, rounds: u32) {
 #[test]
 fn frames_go_both_ways_whatever_was_negotiated() {
     let rig = Rig::new(SocketMode::Server);
-    for version_1 in [true, false] {
-        for mergeable in [true, false] {
-            for event_idx in [true, false] {
-                let spec = GuestSpec {
-                    features: Features {
-                        version_1,
-                        mergeable,
-                        event_idx,
-                        ..Features::LEGACY
-                    },
-                    ..GuestSpec::default()
-                };
-                let mut guests = pair(&rig, spec, FrontendOptions::default());
-                for (station, frontend) in &guests {
-                    let agreed = frontend.agreed();
-                    assert_eq!(agreed.ring_features(), station.guest.features());
-                    assert_eq!(agreed.protocol, FrontendOptions::default().protocol);
-                }
-                let [(a, _), (b, _)] = &mut guests;
-                exchange(a, b, 20);
-                drop(guests);
-                wait_until("both ports listen again", || {
-                    PORTS
-                        .iter()
-                        .all(|port| rig.state(port) == SessionState::Listening)
-                });
-            }
+    for bits in 0..32_u32 {
+        let [version_1, mergeable, event_idx, in_order, packed] =
+            [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
+        let spec = GuestSpec {
+            features: Features {
+                version_1,
+                mergeable,
+                event_idx,
+                in_order,
+                packed,
+            },
+            // Only a packed ring may have that size.
+            ring_size: if packed { 200 } else { 256 },
+            base: if packed { 0x8000 } else { 0 },
+            ..GuestSpec::default()
+        };
+        let mut guests = pair(&rig, spec, FrontendOptions::default());
+        for (station, frontend) in &guests {
+            let agreed = frontend.agreed();
+            assert_eq!(agreed.ring_features(), station.guest.features());
+            assert_eq!(agreed.protocol, FrontendOptions::default().protocol);
         }
+        let [(a, _), (b, _)] = &mut guests;
+        exchange(a, b, 20);
+        drop(guests);
+        wait_until("both ports listen again", || {
+            PORTS
+                .iter()
+                .all(|port| rig.state(port) == SessionState::Listening)
+        });
     }
 }
 
@@ -168,24 +170,37 @@ fn memory_is_shared_as_a_table_and_by_slots() {
 
 #[test]
 fn a_stopped_ring_goes_on_where_it_stopped() {
-    let rig = Rig::new(SocketMode::Server);
-    let mut guests = pair(&rig, GuestSpec::default(), FrontendOptions::default());
-    for _ in 0..5 {
-        let [(a, frontend), (b, _)] = &mut guests;
-        exchange(a, b, 7);
-        let bases = frontend.stop().unwrap();
-        assert_eq!(rig.state(PORTS[0]), SessionState::Negotiating);
-        assert_eq!(bases.tx, a.guest.tx.ring().avail_idx());
-        let received = a.received() % 65_536;
-        assert_eq!(u64::from(bases.rx), received);
-        // It waits in the ring until somebody looks again.
-        assert!(a.send(b.number(), 100));
-        a.publish();
-        frontend.start_at(&a.guest, bases).unwrap();
-        assert_eq!(rig.state(PORTS[0]), SessionState::Running);
+    let split = GuestSpec::default();
+    let packed = GuestSpec {
+        features: Features {
+            packed: true,
+            ..split.features
+        },
+        ring_size: 77,
+        base: 0x8000,
+        ..split
+    };
+    for spec in [split, packed] {
+        let rig = Rig::new(SocketMode::Server);
+        let mut guests = pair(&rig, spec, FrontendOptions::default());
+        for _ in 0..15 {
+            let [(a, frontend), (b, _)] = &mut guests;
+            exchange(a, b, 7);
+            let bases = frontend.stop().unwrap();
+            assert_eq!(rig.state(PORTS[0]), SessionState::Negotiating);
+            assert_eq!(bases.tx, a.guest.tx.ring().avail_idx());
+            if !spec.features.packed {
+                assert_eq!(u64::from(bases.rx), a.received() % 65_536);
+            }
+            // It waits in the ring until somebody looks again.
+            assert!(a.send(b.number(), 100));
+            a.publish();
+            frontend.start_at(&a.guest, bases).unwrap();
+            assert_eq!(rig.state(PORTS[0]), SessionState::Running);
+        }
+        let [(a, _), (b, _)] = &mut guests;
+        exchange(a, b, 1);
     }
-    let [(a, _), (b, _)] = &mut guests;
-    exchange(a, b, 1);
 }
 
 #[test]

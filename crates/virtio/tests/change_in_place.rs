@@ -70,7 +70,7 @@ fn the_first_publication_for_a_new_eventfd_calls() {
     world.rx_passes();
     assert!(world.device_tx.set_call(None).is_none());
     assert_eq!((new_tx.drain(), new_rx.drain()), (0, 0));
-    assert_eq!(world.device_tx.notifications().sent, 2);
+    assert_eq!(world.device_tx.notifications().calls_sent, 2);
 }
 
 #[test]

@@ -45,6 +45,7 @@ fn config(areas: RingAreas) -> RingConfig {
         features: MODERN,
         base: 0,
         call: None,
+        counters: Arc::default(),
     }
 }
 

@@ -39,7 +39,10 @@ fn b18_the_first_signal_after_a_start_is_unconditional() {
                 world.device_tx.notifications(),
                 world.device_rx.notifications(),
             ] {
-                assert_eq!((notifications.sent, notifications.suppressed), (1, 1));
+                assert_eq!(
+                    (notifications.calls_sent, notifications.calls_suppressed),
+                    (1, 1)
+                );
             }
             // Nor is one lost that is asked for.
             world.tx.set_used_event(world.tx.used_idx());

@@ -145,8 +145,11 @@ fn tx_called(guest: &mut Guest, device: &mut device::TxRing, call: &EventFd, cou
     assert_eq!(poll(device).chains, count);
     let after = device.notifications();
     let called = call.drain() > 0;
-    assert_eq!(after.sent - before.sent, u64::from(called));
-    assert_eq!(after.suppressed - before.suppressed, u64::from(!called));
+    assert_eq!(after.calls_sent - before.calls_sent, u64::from(called));
+    assert_eq!(
+        after.calls_suppressed - before.calls_suppressed,
+        u64::from(!called)
+    );
     called
 }
 

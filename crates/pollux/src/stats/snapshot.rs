@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pollux_datapath::{PortCounters, WorkerCounters};
-use pollux_vhost::{PortStatus, SessionState};
+use pollux_vhost::{PortStatus, RingLayout, RingStatus, SessionState};
+use pollux_virtio::device::Notifications;
 use serde::Serialize;
 
 use super::{PortReading, Reading, TickRate, WorkerReading};
@@ -59,10 +60,50 @@ pub(crate) struct PortStats {
     pub(crate) rx: Traffic,
     /// What the guest got.
     pub(crate) tx: Traffic,
+    /// Feature bits that the guest's driver has acknowledged.
+    pub(crate) features: Vec<&'static str>,
+    /// Rings of the session, by vring index.
+    pub(crate) rings: Vec<RingStats>,
     /// Totals by reason, without those that are 0.
     pub(crate) drops: BTreeMap<&'static str, u64>,
     /// Of the session; it stays when the connection has ended.
     pub(crate) last_error: Option<String>,
+}
+
+/// A ring: totals since the session began.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct RingStats {
+    pub(crate) name: &'static str,
+    pub(crate) layout: RingLayout,
+    /// Descriptors; `None` before the frontend has told.
+    pub(crate) size: Option<u16>,
+    /// True if workers use it.
+    pub(crate) running: bool,
+    /// Calls (interrupts) that the guest asked for and got.
+    pub(crate) calls_sent: u64,
+    /// Publications for which it asked for none.
+    pub(crate) calls_suppressed: u64,
+    /// Kicks of the guest.
+    pub(crate) kicks: u64,
+}
+
+impl RingStats {
+    fn new(ring: &RingStatus) -> Self {
+        let Notifications {
+            calls_sent,
+            calls_suppressed,
+            kicks,
+        } = ring.counters.notifications();
+        Self {
+            name: ring.name,
+            layout: ring.layout,
+            size: ring.size,
+            running: ring.running,
+            calls_sent,
+            calls_suppressed,
+            kicks,
+        }
+    }
 }
 
 /// One direction of a port.
@@ -153,6 +194,10 @@ impl PortStats {
                 bytes: total.tx_bytes,
                 ..Traffic::rates(moved.tx_frames, moved.tx_bytes, window)
             },
+            features: status.map_or_else(Vec::new, |status| status.features.clone()),
+            rings: status.map_or_else(Vec::new, |status| {
+                status.rings.iter().map(RingStats::new).collect()
+            }),
             drops: total
                 .drops
                 .iter()
@@ -278,11 +323,11 @@ pub(super) mod tests {
                 r#"{"name":"vm1","worker":"w0","state":"running","missing":null,"#,
                 r#""rx":{"packets":10000000,"bytes":640000000,"packets_per_second":5000000.0,"bits_per_second":2560000000.0},"#,
                 r#""tx":{"packets":0,"bytes":0,"packets_per_second":0.0,"bits_per_second":0.0},"#,
-                r#""drops":{},"last_error":null},"#,
+                r#""features":[],"rings":[],"drops":{},"last_error":null},"#,
                 r#"{"name":"vm2","worker":"w0","state":"negotiating","missing":"the frontend has to send SET_MEM_TABLE","#,
                 r#""rx":{"packets":0,"bytes":0,"packets_per_second":0.0,"bits_per_second":0.0},"#,
                 r#""tx":{"packets":9999000,"bytes":639936000,"packets_per_second":4999500.0,"bits_per_second":2559744000.0},"#,
-                r#""drops":{"rx-ring-full":1000},"last_error":"the frontend went away"}]}"#,
+                r#""features":[],"rings":[],"drops":{"rx-ring-full":1000},"last_error":"the frontend went away"}]}"#,
             )
         );
     }

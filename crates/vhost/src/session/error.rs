@@ -1,7 +1,7 @@
 //! Why a request was refused.
 
 use pollux_sys::MapError;
-use pollux_virtio::{MemoryError, RingError};
+use pollux_virtio::{MemoryError, RING_SIZE_MAX, RingError};
 
 use super::memory::{BASELINE_REGIONS, SLOTS_MAX};
 use super::vring::RINGS;
@@ -30,7 +30,9 @@ pub(crate) enum RequestError {
     NoSuchRing { index: u32 },
     #[error("vring {0} is running; stop it with GET_VRING_BASE")]
     RingRunning(usize),
-    #[error("{0} is no ring size: a split ring has a power of two from 1 to 32768 descriptors")]
+    #[error(
+        "{0} is no ring size: rings have 1 to {RING_SIZE_MAX} descriptors, split rings a power of two"
+    )]
     RingSize(u32),
     #[error("{0:#x} is no position in a split ring: it has 16 bits")]
     RingBase(u32),

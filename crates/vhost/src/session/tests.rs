@@ -1,3 +1,5 @@
+mod packed;
+
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,6 +37,10 @@ impl Rings for FakeRings {
     ) -> Result<u16, RequestError> {
         if memory.span(config.areas.desc_addr, 16).is_none() {
             return Err(RequestError::PortRemoved);
+        }
+        let size = config.areas.size;
+        if !config.features.packed && !size.is_power_of_two() {
+            return Err(RingError::Size { size }.into());
         }
         let position = self.position.unwrap_or(config.base);
         assert!(self.running.insert(ring, (config, enabled)).is_none());
@@ -208,7 +214,7 @@ impl Rig {
     /// Both rings run.
     fn running() -> Self {
         let mut rig = Self::new();
-        rig.features(features::OFFERED);
+        rig.features(SPLIT);
         rig.share_memory();
         for ring in 0..2 {
             rig.set_up(ring);
@@ -224,6 +230,9 @@ impl Rig {
         u32::from_ne_bytes(body[4..].try_into().expect("8 bytes"))
     }
 }
+
+/// All that is offered for split rings.
+const SPLIT: u64 = features::OFFERED & !features::RING_PACKED;
 
 fn is_get(request: u32) -> bool {
     let own = [
@@ -275,7 +284,7 @@ fn a_frontend_in_the_usual_order_gets_two_running_rings() {
         assert!(missing.contains(part), "{missing}");
     };
     missing(&rig, "SET_FEATURES");
-    rig.features(features::OFFERED);
+    rig.features(SPLIT);
     missing(&rig, "SET_MEM_TABLE");
     rig.share_memory();
     for ring in 0..2 {
@@ -316,7 +325,7 @@ fn messages_may_come_in_any_order() {
         let mut rig = Rig::new();
         for step in &order {
             match step {
-                0 => rig.features(features::OFFERED & !features::PROTOCOL_FEATURES),
+                0 => rig.features(SPLIT & !features::PROTOCOL_FEATURES),
                 1 => rig.share_memory(),
                 2 => rig.ok(Req::SET_VRING_NUM, &words(&[1, 128]), vec![]),
                 3 => rig.ok(Req::SET_VRING_ADDR, &addr(1, USER_BASE), vec![]),
@@ -384,6 +393,7 @@ fn a_kick_without_a_descriptor_polls_and_one_that_should_have_one_is_refused() {
 #[test]
 fn ring_numbers_and_values_outside_of_the_specification_are_refused() {
     let mut rig = Rig::new();
+    rig.features(SPLIT);
     let indices = [2, 0x100, 0x1_0000, u32::MAX];
     for index in indices {
         for request in [
@@ -403,8 +413,8 @@ fn ring_numbers_and_values_outside_of_the_specification_are_refused() {
     rig.refused(Req::SET_VRING_BASE, &words(&[0, 0x1_0000]), vec![]);
     rig.refused(Req::SET_VRING_ENABLE, &words(&[0, 2]), vec![]);
     assert_eq!(rig.base(0), 0, "never touched");
-    let error = rig.refused(Req::SET_FEATURES, &longs(&[1 << 34]), vec![]);
-    assert!(error.contains("0x400000000"), "{error}");
+    let error = rig.refused(Req::SET_FEATURES, &longs(&[1 << 41]), vec![]);
+    assert!(error.contains("0x20000000000"), "{error}");
     rig.refused(Req::SET_PROTOCOL_FEATURES, &longs(&[1 << 12]), vec![]);
     for request in [Req::SET_VRING_NUM, Req::SET_FEATURES, Req::SET_MEM_TABLE] {
         let error = rig.refused(request, &[0; 3], vec![]);
@@ -564,11 +574,11 @@ fn what_decides_how_a_ring_is_read_cannot_change_while_it_runs() {
     let mut rig = Rig::running();
     let error = rig.refused(
         Req::SET_FEATURES,
-        &longs(&[features::OFFERED & !features::MRG_RXBUF]),
+        &longs(&[SPLIT & !features::MRG_RXBUF]),
         vec![],
     );
     assert!(error.contains("while rings run"), "{error}");
-    rig.features(features::OFFERED & !features::PROTOCOL_FEATURES);
+    rig.features(SPLIT & !features::PROTOCOL_FEATURES);
     rig.refused(Req::SET_VRING_NUM, &words(&[0, 128]), vec![]);
     rig.ok(Req::SET_VRING_NUM, &words(&[0, 256]), vec![]);
     rig.refused(Req::SET_VRING_BASE, &words(&[0, 0]), vec![]);
@@ -598,7 +608,7 @@ fn a_call_can_change_at_any_time() {
 #[test]
 fn a_ring_that_goes_on_elsewhere_says_so_and_stays_there() {
     let mut rig = Rig::new();
-    rig.features(features::OFFERED);
+    rig.features(SPLIT);
     rig.share_memory();
     rig.rings.position = Some(9);
     rig.set_up(1);

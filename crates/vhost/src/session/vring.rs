@@ -1,10 +1,13 @@
 //! What a session knows of one ring.
 
+use std::sync::Arc;
+
 use pollux_sys::EventFd;
+use pollux_virtio::device::RingCounters;
 use pollux_virtio::{GuestMemory, RingAreas};
 
 use super::error::RequestError;
-use crate::status::RingStatus;
+use crate::status::{RingLayout, RingStatus};
 
 /// Number of rings: one pair.
 pub(crate) const RINGS: usize = 2;
@@ -64,7 +67,7 @@ pub(super) struct Vring {
     pub(super) started: bool,
     /// The last SET_VRING_ENABLE.
     pub(super) enable: Option<bool>,
-    /// Kept open for the frontend, never read: rings are polled.
+    /// Kept open for the frontend, and read only to be counted: rings are polled.
     pub(super) kick: Option<EventFd>,
     pub(super) call: Option<EventFd>,
     pub(super) err: Option<EventFd>,
@@ -72,17 +75,28 @@ pub(super) struct Vring {
     pub(super) running: bool,
     /// Why it does not run though it was started.
     pub(super) fault: Option<String>,
+    /// Of all rings that this one was.
+    pub(super) counters: Arc<RingCounters>,
 }
 
 impl Vring {
-    pub(super) fn status(&self, index: usize, enabled: bool) -> RingStatus {
+    /// Counts the kicks that came since the last look.
+    pub(super) fn count_kicks(&self) {
+        if let Some(kick) = &self.kick {
+            self.counters.add_kicks(kick.drain_nowait());
+        }
+    }
+
+    pub(super) fn status(&self, index: usize, enabled: bool, layout: RingLayout) -> RingStatus {
         RingStatus {
             name: ring_name(index),
             size: self.size,
+            layout,
             started: self.started,
             enabled,
             running: self.running,
             fault: self.fault.clone(),
+            counters: Arc::clone(&self.counters),
         }
     }
 

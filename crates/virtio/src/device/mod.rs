@@ -4,17 +4,21 @@
 //! misses overlap: take heads, look descriptors up, copy, publish. The index is
 //! read once and written once per burst.
 
+mod counters;
 mod packed;
 mod ring;
 mod rx_ring;
 mod split;
 mod tx_ring;
 
-pub use ring::{Notifications, RingFault};
+pub use counters::{Notifications, RingCounters};
+pub use ring::RingFault;
 pub use rx_ring::RxRing;
 pub use tx_ring::{Burst, Returns, TxRing};
 
 pub use pollux_packet::{BurstLimit, Transmitted};
+
+use std::sync::Arc;
 
 use pollux_sys::EventFd;
 
@@ -35,4 +39,6 @@ pub struct RingConfig {
     pub base: u16,
     /// Written to call the driver; `None` if it polls.
     pub call: Option<EventFd>,
+    /// Where the ring counts.
+    pub counters: Arc<RingCounters>,
 }

@@ -8,6 +8,7 @@ use pollux_packet::{BATCH_MAX, SpanMut};
 use pollux_sys::{EventFd, poison_count};
 
 use super::RingConfig;
+use super::counters::{Notifications, RingCounters};
 use super::packed::PackedDevice;
 use super::split::SplitDevice;
 use crate::chain::Walk;
@@ -45,15 +46,6 @@ pub enum RingFault {
          which stopped a worker until the watchdog interrupted it"
     )]
     CallBlocks,
-}
-
-/// Notifications of a ring since it started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Notifications {
-    /// Calls written to the driver's eventfd.
-    pub sent: u64,
-    /// Publications for which the driver did not ask for a call.
-    pub suppressed: u64,
 }
 
 /// An available chain that was looked up.
@@ -109,7 +101,7 @@ pub(super) struct DeviceRing {
     /// [`poison_count`] when this ring's memory was last known to be whole.
     poison_seen: u32,
     fault: Option<RingFault>,
-    notifications: Notifications,
+    counters: Arc<RingCounters>,
 }
 
 impl DeviceRing {
@@ -146,7 +138,7 @@ impl DeviceRing {
             // the first burst.
             poison_seen: 0,
             fault: None,
-            notifications: Notifications::default(),
+            counters: config.counters,
         };
         device.suppress_kicks();
         Ok(device)
@@ -207,7 +199,7 @@ impl DeviceRing {
     }
 
     pub(super) fn notifications(&self) -> Notifications {
-        self.notifications
+        self.counters.notifications()
     }
 
     #[cold]
@@ -374,7 +366,7 @@ impl DeviceRing {
         if self.signal.decide(wish) {
             self.call();
         } else {
-            self.notifications.suppressed += 1;
+            self.counters.call_suppressed();
         }
         true
     }
@@ -408,7 +400,7 @@ impl DeviceRing {
             }
             // A full counter means that a call is pending: delivered. Other
             // errors are the frontend's doing and its loss.
-            Ok(()) | Err(_) => self.notifications.sent += 1,
+            Ok(()) | Err(_) => self.counters.call_sent(),
         }
     }
 

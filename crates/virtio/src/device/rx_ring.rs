@@ -171,7 +171,7 @@ impl RxRing {
         self.device.position()
     }
 
-    /// Calls sent and suppressed.
+    /// Calls sent and suppressed, kicks seen.
     #[must_use]
     pub fn notifications(&self) -> Notifications {
         self.device.notifications()

@@ -207,7 +207,7 @@ impl TxRing {
         self.returns.device.position()
     }
 
-    /// Calls sent and suppressed.
+    /// Calls sent and suppressed, kicks seen.
     #[must_use]
     pub fn notifications(&self) -> Notifications {
         self.returns.device.notifications()

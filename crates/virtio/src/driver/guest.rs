@@ -146,6 +146,7 @@ impl Guest {
             features: config.features,
             base: config.base,
             call,
+            counters: Arc::default(),
         };
         let tx = device::TxRing::new(Arc::clone(&self.memory), ring(self.tx_config, tx_call));
         let rx = device::RxRing::new(Arc::clone(&self.memory), ring(self.rx_config, rx_call));

@@ -49,7 +49,7 @@ pub(crate) fn in_every_layout(features: &[Features]) -> impl Iterator<Item = Fea
 pub(crate) fn base_of(features: Features, index: u16, size: u16) -> u16 {
     match features.packed {
         false => index,
-        true => index % size | index & 0x8000,
+        true => (index % size) | (index & 0x8000),
     }
 }
 
