@@ -65,6 +65,85 @@ fn assert_flows_and_adds_up(bed: &Bed, mut testpmd: Testpmd, names: [&str; 2]) {
     testpmd.quit();
 }
 
+/// A path of DPDK's driver (`drivers/net/virtio`: which is used depends on what
+/// was negotiated).
+struct Variant {
+    /// Of the device.
+    options: &'static str,
+    queue_size: u16,
+    arguments: &'static [&'static str],
+    /// What of MRG_RXBUF, RING_PACKED and IN_ORDER has to be negotiated.
+    negotiated: &'static [&'static str],
+}
+
+const fn variant(
+    options: &'static str,
+    queue_size: u16,
+    arguments: &'static [&'static str],
+    negotiated: &'static [&'static str],
+) -> Variant {
+    Variant {
+        options,
+        queue_size,
+        arguments,
+        negotiated,
+    }
+}
+
+const VARIANTS: &[Variant] = &[
+    // IN_ORDER is what virtio-user asks for unless told otherwise.
+    variant("", 1024, &[], &["MRG_RXBUF", "IN_ORDER"]),
+    variant("in_order=0", 1024, &[], &["MRG_RXBUF"]),
+    variant("mrg_rxbuf=0", 256, &[], &["IN_ORDER"]),
+    variant("mrg_rxbuf=0,in_order=0", 1024, &[], &[]),
+    variant("mrg_rxbuf=0,in_order=0,vectorized=1", 1024, &[], &[]),
+    variant(
+        "packed_vq=1,in_order=0",
+        1024,
+        &[],
+        &["MRG_RXBUF", "RING_PACKED"],
+    ),
+    variant(
+        "packed_vq=1",
+        256,
+        &[],
+        &["MRG_RXBUF", "RING_PACKED", "IN_ORDER"],
+    ),
+    variant(
+        "packed_vq=1,in_order=0,mrg_rxbuf=0",
+        256,
+        &[],
+        &["RING_PACKED"],
+    ),
+    variant(
+        "packed_vq=1,mrg_rxbuf=0",
+        1024,
+        &[],
+        &["RING_PACKED", "IN_ORDER"],
+    ),
+    variant(
+        "packed_vq=1,mrg_rxbuf=0,vectorized=1",
+        1024,
+        &[],
+        &["RING_PACKED", "IN_ORDER"],
+    ),
+    // Frames of several segments are chains.
+    variant("in_order=0", 256, &["--txpkts=64,64"], &["MRG_RXBUF"]),
+    variant(
+        "packed_vq=1,in_order=0",
+        1024,
+        &["--txpkts=128,256"],
+        &["MRG_RXBUF", "RING_PACKED"],
+    ),
+    variant("", 1024, &["--txpkts=1518"], &["MRG_RXBUF", "IN_ORDER"]),
+    variant(
+        "packed_vq=1",
+        256,
+        &["--txpkts=1518"],
+        &["MRG_RXBUF", "RING_PACKED", "IN_ORDER"],
+    ),
+];
+
 #[test]
 fn frames_circulate_between_two_ports_in_every_variant_of_the_driver() {
     let Some(_turn) =
@@ -72,30 +151,34 @@ fn frames_circulate_between_two_ports_in_every_variant_of_the_driver() {
     else {
         return;
     };
-    // Device options, ring size, arguments; pollux offers neither packed rings
-    // nor IN_ORDER yet, so a guest that asks for them gets on without.
-    let variants: [(&str, u16, &[&str]); 9] = [
-        ("", 1024, &[]),
-        ("mrg_rxbuf=0", 1024, &[]),
-        ("in_order=1", 1024, &[]),
-        ("packed_vq=1", 1024, &[]),
-        ("packed_vq=1,in_order=1,mrg_rxbuf=0", 256, &[]),
-        ("", 256, &["--txpkts=128"]),
-        ("", 1024, &["--txpkts=512"]),
-        ("mrg_rxbuf=1", 1024, &["--txpkts=1518"]),
-        ("mrg_rxbuf=0,in_order=0", 256, &["--txpkts=1518"]),
-    ];
-    for (options, queue_size, arguments) in variants {
+    for Variant {
+        options,
+        queue_size,
+        arguments,
+        negotiated,
+    } in VARIANTS
+    {
         println!("options \"{options}\", queue_size {queue_size}, {arguments:?}");
         let bed = Bed::new(Mode::Learn, TestPorts::server(2));
         let [a, b] = bed.sockets();
         let port = |socket, station| VirtioUser {
             socket,
             station,
-            queue_size,
+            queue_size: *queue_size,
             options,
         };
         let testpmd = closed_loop(&bed, &[port(&a, 1), port(&b, 2)], arguments);
+        for name in ["vm1", "vm2"] {
+            let features = bed.port(name).features;
+            for feature in ["MRG_RXBUF", "RING_PACKED", "IN_ORDER"] {
+                let got = features.iter().any(|name| name == feature);
+                assert_eq!(
+                    got,
+                    negotiated.contains(&feature),
+                    "{feature} in {features:?}"
+                );
+            }
+        }
         assert_flows_and_adds_up(&bed, testpmd, ["vm1", "vm2"]);
         bed.wait_state("vm1", "listening");
         bed.stop();

@@ -130,6 +130,12 @@ impl<'m> Walk<'m> {
         self.descriptors
     }
 
+    /// True in an indirect table of a packed ring.
+    #[inline]
+    pub(crate) fn is_in_packed_table(&self) -> bool {
+        self.indirect.is_some() && matches!(self.ring, RingTable::Packed(_))
+    }
+
     /// Buffers that might have followed.
     #[inline]
     pub(crate) fn left(&self) -> u16 {

@@ -76,6 +76,8 @@ impl TestPorts {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Port {
     pub(crate) state: String,
+    /// Names without their prefixes: "RING_PACKED".
+    pub(crate) features: Vec<String>,
     pub(crate) rx: u64,
     pub(crate) tx: u64,
     pub(crate) drops: BTreeMap<String, u64>,
@@ -103,8 +105,16 @@ impl Port {
                 .map(|reason| drops.get(reason.name()).copied().unwrap_or(0))
                 .sum()
         };
+        let features = port["features"].as_array().expect("a list");
+        let name = |feature: &Value| {
+            let name = feature.as_str().expect("a name");
+            name.rsplit_once("_F_")
+                .map_or(name, |(_, name)| name)
+                .to_owned()
+        };
         Self {
             state: port["state"].as_str().expect("a state").to_owned(),
+            features: features.iter().map(name).collect(),
             rx: port["rx"]["packets"].as_u64().expect("a count"),
             tx: port["tx"]["packets"].as_u64().expect("a count"),
             rx_drops: side(pollux_packet::DropSide::Rx),

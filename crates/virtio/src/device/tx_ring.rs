@@ -453,7 +453,9 @@ fn gather<'q>(
     let bytes_max = net_header_bytes + FRAME_BYTES_MAX;
     let mut bytes = 0;
     while let Some(buffer) = walk.buffer()? {
-        if buffer.flags.intersects(DescFlags::WRITE) {
+        // DPDK's driver says WRITE of the net header in a packed ring's indirect
+        // table (22.11, `vring_desc_init_indirect_packed`). We only read.
+        if buffer.flags.intersects(DescFlags::WRITE) && !walk.is_in_packed_table() {
             return Err(ChainError::Direction);
         }
         if buffer.len > bytes_max - bytes {
