@@ -5,7 +5,10 @@
 //! order of the two is all that keeps a notification from being lost (B-17,
 //! B-58; virtio 1.2, sections 2.7.7, 2.7.13.4.1 and 2.8.21.3.1): whoever comes
 //! second sees what the other wrote. [`publish_then_ask`] and [`arm_then_look`]
-//! are the only places with that order; `tests/loom_notify.rs` models them.
+//! are the only places with that order; `notify/model.rs` models them.
+
+#[cfg(all(test, loom))]
+mod model;
 
 #[cfg(not(loom))]
 use pollux_sys::full_fence;

@@ -176,7 +176,7 @@ impl RingTable<'_> {
             Self::Split(_) => Descriptor::from_words(addr, rest),
             Self::Packed(_) => {
                 let next = index.checked_add(1).filter(|&next| u32::from(next) < len);
-                packed::Word::from_bits(rest).table_entry(addr, next)
+                packed::Word(rest).table_entry(addr, next)
             }
         }
     }

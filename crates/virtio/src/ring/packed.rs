@@ -93,7 +93,7 @@ impl Position {
 
 /// The word of length, buffer id and flags of a descriptor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Word(u64);
+pub(crate) struct Word(pub(crate) u64);
 
 impl Word {
     #[inline]
@@ -152,11 +152,6 @@ impl Word {
         DescFlags((self.0 >> 48) as u16).known()
     }
 
-    /// From an indirect table.
-    pub(crate) fn from_bits(bits: u64) -> Self {
-        Self(bits)
-    }
-
     /// A buffer as the two words of an entry of an indirect table.
     pub(crate) fn in_table(buffer: Descriptor) -> (u64, u64) {
         (buffer.addr, Self::new(buffer.len, 0, buffer.flags.0).0)
@@ -186,6 +181,46 @@ impl Word {
             len: self.len(),
             flags: self.flags(),
             next,
+        }
+    }
+}
+
+/// An event suppression area: what a half wishes to be told (section 2.8.10).
+/// One word, so that position and flags belong together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Events(pub(crate) u32);
+
+impl Events {
+    /// Nothing.
+    pub(crate) const NEVER: Self = Self::new(EVENTS_DISABLE, Position(0));
+
+    const fn new(flags: u16, position: Position) -> Self {
+        Self(position.0 as u32 | (flags as u32) << 16)
+    }
+
+    /// When `position` is reached; or, without EVENT_IDX, everything.
+    pub(crate) fn at(position: Position, event_idx: bool) -> Self {
+        let flags = if event_idx {
+            EVENTS_DESC
+        } else {
+            EVENTS_ENABLE
+        };
+        Self::new(flags, position)
+    }
+
+    /// As a wish of the half that wrote it, in a ring of `size` where all before
+    /// `position` was given to it, `added` descriptors at last.
+    #[inline]
+    pub(crate) fn wish(self, position: Position, added: u16, size: u16, event_idx: bool) -> Wish {
+        let event = Position::from_bits((self.0 & 0xffff) as u16);
+        match (self.0 >> 16) as u16 & 3 {
+            EVENTS_DISABLE => Wish::Never,
+            EVENTS_DESC if event_idx => Wish::Event {
+                past: position.past(event, size),
+                added,
+            },
+            // The reserved value too: who is told too often loses nothing.
+            _ => Wish::Always,
         }
     }
 }
@@ -330,8 +365,7 @@ impl PackedRing {
         pollux_sys::prefetch_write(self.desc.as_ptr().wrapping_add(offset));
     }
 
-    // Event suppression (section 2.8.10): position, then flags. One word, so
-    // that the two belong together.
+    // Event suppression (section 2.8.10).
 
     #[inline]
     fn events(&self, half: Half) -> &AtomicU32 {
@@ -344,43 +378,27 @@ impl PackedRing {
         unsafe { AtomicU32::from_ptr(area.as_ptr().cast()) }
     }
 
-    fn set_events(&self, half: Half, flags: u16, position: Position) {
-        let word = u32::from(position.to_bits()) | u32::from(flags) << 16;
-        self.events(half).store(word.to_le(), Ordering::Relaxed);
+    fn set_events(&self, half: Half, events: Events) {
+        self.events(half).store(events.0.to_le(), Ordering::Relaxed);
     }
 
     /// Writes that `half` needs no notification.
     pub(crate) fn disable_events(&self, half: Half) {
-        self.set_events(half, EVENTS_DISABLE, Position(0));
+        self.set_events(half, Events::NEVER);
     }
 
     /// Writes that `half` wishes a notification when `position` is reached, or,
     /// without EVENT_IDX, for everything.
     pub(crate) fn enable_events(&self, half: Half, position: Position, event_idx: bool) {
-        let flags = if event_idx {
-            EVENTS_DESC
-        } else {
-            EVENTS_ENABLE
-        };
-        self.set_events(half, flags, position);
+        self.set_events(half, Events::at(position, event_idx));
     }
 
     /// What `half` wishes to be told, read after everything before `position` was
     /// given to it, `added` descriptors at last.
     #[inline]
     pub(crate) fn wish(&self, half: Half, position: Position, added: u16, event_idx: bool) -> Wish {
-        let word = u32::from_le(self.events(half).load(Ordering::Relaxed));
-        let event = Position::from_bits((word & 0xffff) as u16);
-        let flags = (word >> 16) as u16;
-        match flags & 3 {
-            EVENTS_DISABLE => Wish::Never,
-            EVENTS_DESC if event_idx => Wish::Event {
-                past: position.past(event, self.size),
-                added,
-            },
-            // The reserved value too: who is told too often loses nothing.
-            _ => Wish::Always,
-        }
+        let events = Events(u32::from_le(self.events(half).load(Ordering::Relaxed)));
+        events.wish(position, added, self.size, event_idx)
     }
 }
 
