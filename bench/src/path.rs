@@ -12,6 +12,7 @@ use pollux_packet::BurstLimit;
 use pollux_switch::{Fdb, FdbConfig, Forwarding, ForwardingConfig, Memo, Mode, PortId, Verdicts};
 use pollux_sys::Clock;
 use pollux_testkit::{Guest, GuestSpec};
+use pollux_virtio::Features;
 
 /// Options of `path`.
 #[derive(Args, Clone, Debug)]
@@ -28,6 +29,15 @@ pub(crate) struct PathArgs {
     /// Descriptors in each ring.
     #[arg(long, default_value_t = 256)]
     ring: u16,
+    /// Packed rings.
+    #[arg(long)]
+    packed: bool,
+    /// VIRTIO_F_IN_ORDER.
+    #[arg(long)]
+    in_order: bool,
+    /// No mergeable buffers.
+    #[arg(long)]
+    no_mergeable: bool,
 }
 
 /// Phases of a burst, in the order in which they run.
@@ -38,8 +48,16 @@ const PHASES: [&str; 4] = ["receive", "classify", "transmit", "return"];
 /// # Errors
 /// If a frame does not arrive.
 pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
+    let features = Features {
+        packed: args.packed,
+        in_order: args.in_order,
+        mergeable: !args.no_mergeable,
+        ..Features::MODERN
+    };
     let spec = GuestSpec {
         ring_size: args.ring,
+        features,
+        base: if args.packed { 0x8000 } else { 0 },
         buffer_bytes: 2048.max(args.size + 12).next_multiple_of(64),
         ..GuestSpec::default()
     };
@@ -115,7 +133,7 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
     }
 
     println!(
-        "path on one core: {} B, burst {}, ring {}",
+        "path on one core: {} B, burst {}, ring {}, {features:?}",
         args.size, args.batch, args.ring
     );
     println!("{:>9} {:>22}", "phase", "cycles/packet p10 p50");

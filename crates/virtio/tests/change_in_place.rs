@@ -38,8 +38,8 @@ fn the_first_publication_for_a_new_eventfd_calls() {
     };
     let mut world = World::with_calls(spec, Some(&old_tx), Some(&old_rx));
     // The driver asks for no call that these few entries would reach.
-    world.tx.set_used_event(20_000);
-    world.rx.set_used_event(20_000);
+    world.tx.split().set_used_event(20_000);
+    world.rx.split().set_used_event(20_000);
     for called in [1, 0] {
         world.tx_passes();
         world.rx_passes();
@@ -85,8 +85,8 @@ fn with_flags_a_new_eventfd_is_called_whenever_the_driver_asks() {
     world.tx_passes();
     world.rx_passes();
     assert_eq!((old.drain(), new.drain()), (0, 2));
-    world.tx.set_avail_flags(NO_INTERRUPT);
-    world.rx.set_avail_flags(NO_INTERRUPT);
+    world.tx.split().set_avail_flags(NO_INTERRUPT);
+    world.rx.split().set_avail_flags(NO_INTERRUPT);
     world.tx_passes();
     world.rx_passes();
     assert_eq!(new.drain(), 0);
@@ -197,19 +197,19 @@ fn a_ring_goes_on_at_other_addresses_at_its_own_position() {
         let [tx, rx] = [world.guest.tx_config(), world.guest.rx_config()];
         let tx_areas = copied(&memory, tx.areas, tx.tables_addr);
         let rx_areas = copied(&memory, rx.areas, rx.tables_addr);
-        let (old_tx, old_rx) = (world.tx.clone(), world.rx.clone());
-        world.tx = RawRing::new(Arc::clone(&memory), tx_areas, old_tx.position());
-        world.rx = RawRing::new(Arc::clone(&memory), rx_areas, old_rx.used_idx());
+        let [old_tx, old_rx] = [&mut world.tx, &mut world.rx].map(|ring| ring.split().clone());
+        world.tx = RawRing::new(Arc::clone(&memory), tx_areas, old_tx.position()).into();
+        world.rx = RawRing::new(Arc::clone(&memory), rx_areas, old_rx.used_idx()).into();
         // What a driver writes to used.idx is its word on our position.
-        world.tx.set_used_idx(999);
-        world.rx.set_used_idx(999);
+        world.tx.split().set_used_idx(999);
+        world.rx.split().set_used_idx(999);
         let moved = world.device_tx.relocate(Arc::clone(&memory), tx_areas);
         assert_eq!(moved, Ok(()));
         let moved = world.device_rx.relocate(Arc::clone(&memory), rx_areas);
         assert_eq!(moved, Ok(()));
         assert_eq!((world.device_tx.base(), world.device_rx.base()), (3, 3));
         if !features.event_idx {
-            assert_ne!(world.tx.used_flags(), 0, "kicks are still not wanted");
+            assert_ne!(world.tx.split().used_flags(), 0, "kicks are still not wanted");
         }
 
         // Whatever becomes of the old place is nobody's concern.
@@ -221,15 +221,15 @@ fn a_ring_goes_on_at_other_addresses_at_its_own_position() {
             (1, 0),
             "into the one posted"
         );
-        assert_eq!(world.rx.used_idx(), 4);
-        assert_eq!(world.rx.used_entry(3).id, 0);
+        assert_eq!(world.rx.split().used_idx(), 4);
+        assert_eq!(world.rx.split().used_entry(3).id, 0);
         let addr = world.tx_buffer(9);
         let len = world.write_frame(addr, &frame(8, 64));
         let polled = world.send_chain(9, &[RawDesc::readable(addr, len)]);
         assert_eq!(polled.frames, [frame(8, 64)]);
         assert_eq!(world.tx.take_used(), [used(9, 0)]);
         // The driver half counts on from here.
-        world.rx = RawRing::new(memory, rx_areas, 4);
+        world.rx = RawRing::new(memory, rx_areas, 4).into();
         world.tx_passes();
         world.rx_passes();
         assert_eq!((old_tx.used_idx(), old_rx.used_idx()), (3, 3));
@@ -281,11 +281,11 @@ fn a_ring_that_cannot_be_moved_is_unchanged() {
 #[test]
 fn a_broken_ring_stays_broken_wherever_it_lies() {
     let mut world = World::of_size(16, MODERN);
-    world.tx.set_avail_idx(17);
+    world.tx.split().set_avail_idx(17);
     assert_eq!(poll(&mut world.device_tx).chains, 0);
     let fault = Some(RingFault::AvailIndex { from: 0, to: 17 });
     assert_eq!(world.device_tx.fault(), fault);
-    world.tx.set_avail_idx(0);
+    world.tx.split().set_avail_idx(0);
     let again = mapped_again(&world.guest);
     let areas = world.guest.tx_config().areas;
     assert_eq!(world.device_tx.relocate(again, areas), Ok(()));
@@ -351,7 +351,7 @@ fn a_disabled_ring_gives_every_chain_back_without_its_frame() {
 fn a_disabled_ring_breaks_like_others() {
     let mut world = World::of_size(16, MODERN);
     world.device_tx.set_discard(true);
-    world.tx.offer(16);
+    world.tx.split().offer(16);
     world.tx.publish();
     assert_eq!(poll(&mut world.device_tx).chains, 0);
     let fault = Some(RingFault::Head { head: 16 });

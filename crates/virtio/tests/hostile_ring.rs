@@ -27,8 +27,8 @@ fn b18_the_first_signal_after_a_start_is_unconditional() {
             };
             let [tx_call, rx_call] = [(); 2].map(|()| EventFd::new().expect("eventfd"));
             let mut world = World::with_calls(spec, Some(&tx_call), Some(&rx_call));
-            world.tx.set_used_event(event);
-            world.rx.set_used_event(event);
+            world.tx.split().set_used_event(event);
+            world.rx.split().set_used_event(event);
             world.tx_passes();
             world.rx_passes();
             assert_eq!((tx_call.drain(), rx_call.drain()), (1, 1));
@@ -45,8 +45,8 @@ fn b18_the_first_signal_after_a_start_is_unconditional() {
                 );
             }
             // Nor is one lost that is asked for.
-            world.tx.set_used_event(world.tx.used_idx());
-            world.rx.set_used_event(world.rx.used_idx());
+            world.tx.split().set_used_event(world.tx.split().used_idx());
+            world.rx.split().set_used_event(world.rx.split().used_idx());
             world.tx_passes();
             world.rx_passes();
             assert_eq!((tx_call.drain(), rx_call.drain()), (1, 1));
@@ -72,16 +72,16 @@ fn b19_index_jumps_break_that_ring_alone() {
             let from = base.wrapping_add(3);
             let to = from.wrapping_add(jump);
             let fault = Some(RingFault::AvailIndex { from, to });
-            world.tx.set_avail_idx(to);
-            world.rx.set_avail_idx(to);
+            world.tx.split().set_avail_idx(to);
+            world.rx.split().set_avail_idx(to);
             assert_eq!(poll(&mut world.device_tx).chains, 0);
             assert_eq!(world.device_tx.fault(), fault);
             let report = transmit(&mut world.device_rx, &[frame(1, 60), frame(2, 60)]);
             assert_eq!(report.drops.get(DropReason::PortDown), 2);
             assert_eq!(world.device_rx.fault(), fault);
             // It stays so, also when the index looks good again.
-            world.tx.set_avail_idx(from.wrapping_add(1));
-            world.rx.set_avail_idx(from.wrapping_add(1));
+            world.tx.split().set_avail_idx(from.wrapping_add(1));
+            world.rx.split().set_avail_idx(from.wrapping_add(1));
             assert_eq!(poll(&mut world.device_tx).chains, 0);
             assert!(!world.device_tx.request_kick());
             let report = transmit(&mut world.device_rx, &[frame(1, 60)]);
@@ -106,7 +106,7 @@ fn heads_outside_the_table_break_that_ring_alone() {
         let sent = frame(1, 60);
         let len = world.write_frame(addr, &sent);
         world.tx.offer_chain(0, &[RawDesc::readable(addr, len)]);
-        world.tx.offer(head);
+        world.tx.split().offer(head);
         world.tx.publish();
         assert_eq!(
             poll(&mut world.device_tx).frames,
@@ -124,7 +124,7 @@ fn heads_outside_the_table_break_that_ring_alone() {
 
         let addr = world.rx_buffer(0);
         world.rx.offer_chain(0, &[RawDesc::writable(addr, 2048)]);
-        world.rx.offer(head);
+        world.rx.split().offer(head);
         world.rx.publish();
         let report = transmit(&mut world.device_rx, &[sent.clone(), sent]);
         assert_eq!((report.frames, report.dropped), (1, 1));
@@ -139,17 +139,17 @@ fn heads_outside_the_table_break_that_ring_alone() {
 fn the_device_keeps_its_own_position_in_the_used_ring() {
     let mut world = World::of_size(8, MODERN);
     for idx in [5, 0x8000, 0xffff] {
-        world.tx.set_used_idx(idx);
-        world.rx.set_used_idx(idx);
+        world.tx.split().set_used_idx(idx);
+        world.rx.split().set_used_idx(idx);
         // The next publication repairs what the driver has done to itself.
-        let position = world.tx.position();
+        let position = world.tx.split().position();
         world.tx.offer_chain(0, &[RawDesc::default()]);
         world.tx.publish();
         assert_eq!(poll(&mut world.device_tx).drops, [DropReason::Runt]);
-        assert_eq!(world.tx.used_idx(), position.wrapping_add(1));
+        assert_eq!(world.tx.split().used_idx(), position.wrapping_add(1));
         world.post_chain(0, &[RawDesc::writable(world.rx_buffer(0), 100)]);
         assert_eq!(transmit(&mut world.device_rx, &[frame(1, 60)]).frames, 1);
-        assert_eq!(world.rx.used_idx(), position.wrapping_add(1));
+        assert_eq!(world.rx.split().used_idx(), position.wrapping_add(1));
         world.tx_passes();
         world.rx_passes();
     }
@@ -165,9 +165,9 @@ fn b21_used_entries_name_the_head_and_the_bytes_written() {
     let len = world.write_frame(addr, &sent);
     let first = RawDesc::readable(addr, 12);
     let second = RawDesc::readable(addr + 12, len - 12);
-    world.tx.set_desc(9, first.then(2));
-    world.tx.set_desc(2, second);
-    world.tx.offer(9);
+    world.tx.split().set_desc(9, first.then(2));
+    world.tx.split().set_desc(2, second);
+    world.tx.split().offer(9);
     world.tx.publish();
     assert_eq!(poll(&mut world.device_tx).frames, [sent]);
     assert_eq!(world.tx.take_used(), [used(9, 0)]);
@@ -176,10 +176,10 @@ fn b21_used_entries_name_the_head_and_the_bytes_written() {
     for (chain, head, next) in [(0, 7, 3), (1, 11, 0), (2, 5, 12)] {
         let addr = world.rx_buffer(chain);
         let one = RawDesc::writable(addr, 40);
-        world.rx.set_desc(head, one.then(next));
+        world.rx.split().set_desc(head, one.then(next));
         let two = RawDesc::writable(addr + 100, 60);
-        world.rx.set_desc(next, two);
-        world.rx.offer(head);
+        world.rx.split().set_desc(next, two);
+        world.rx.split().offer(head);
     }
     world.rx.publish();
     let sent = frame(4, 250);

@@ -130,15 +130,15 @@ fn b56_failing_work_costs_the_budget_too() {
         ..BurstLimit::MAX
     };
     for index in 0..64 {
-        world.tx.set_desc(index, RawDesc::readable(0, 1));
-        world.tx.offer(index);
+        world.tx.split().set_desc(index, RawDesc::readable(0, 1));
+        world.tx.split().offer(index);
     }
     world.tx.publish();
     for round in 0..1000_u16 {
         let polled = poll_with(&mut world.device_tx, limit);
         assert_eq!((polled.chains, polled.units), (10, 10));
         for entry in world.tx.take_used() {
-            world.tx.offer(u16::try_from(entry.id).expect("a head"));
+            world.tx.split().offer(u16::try_from(entry.id).expect("a head"));
         }
         world.tx.publish();
         assert_eq!(world.device_tx.base(), 10 * (round + 1));
@@ -149,7 +149,7 @@ fn b56_failing_work_costs_the_budget_too() {
         world
             .tx
             .set_desc(index, RawDesc::default().then((index + 1) % 64));
-        world.tx.offer(index);
+        world.tx.split().offer(index);
     }
     world.tx.publish();
     let polled = poll_with(&mut world.device_tx, limit);
@@ -182,12 +182,12 @@ fn b56_failing_work_costs_the_budget_too() {
     // Chains that share a tail of empty descriptors must not multiply.
     for index in 0..256 {
         let desc = RawDesc::writable(world.rx_buffer(index), 0);
-        world.rx.set_desc(index, desc.then((index + 1).min(255)));
+        world.rx.split().set_desc(index, desc.then((index + 1).min(255)));
     }
     let last = RawDesc::writable(world.rx_buffer(255), 1);
-    world.rx.set_desc(255, last);
+    world.rx.split().set_desc(255, last);
     for index in 0..256 {
-        world.rx.offer(index);
+        world.rx.split().offer(index);
     }
     world.rx.publish();
     let report = transmit(&mut world.device_rx, &frames[..1]);

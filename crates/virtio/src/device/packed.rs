@@ -4,7 +4,7 @@
 //! descriptor to return is always the next one that was not processed: one
 //! position is all there is.
 
-use super::ring::{Found, Give};
+use super::ring::{Found, Give, Positions, RingFault};
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
 use crate::ring::Descriptor;
 use crate::ring::packed::{Half, PackedRing, Position, Word};
@@ -73,37 +73,9 @@ impl PackedDevice {
         !self.ring.word(position.index()).is_available(position)
     }
 
-    /// Copies the heads of up to `wanted` chains and gives each to `each`;
-    /// returns how many there were.
-    #[inline]
-    pub(super) fn look_up(
-        &mut self,
-        wanted: u16,
-        found: &mut [Found],
-        mut each: impl FnMut(Descriptor),
-    ) -> u16 {
-        self.rewind();
-        if !self.has_next() {
-            return 0;
-        }
-        self.prefetch_descriptors();
-        let mut count = 0;
-        for slot in found.iter_mut().take(usize::from(wanted)) {
-            let Some(chain) = self.chain() else { break };
-            *slot = chain;
-            each(chain.head);
-            count += 1;
-            if self.looked_up >= LOOK_UP_MAX {
-                break;
-            }
-        }
-        self.expected = self.looked_up;
-        count
-    }
-
     /// The chain behind those that were looked up, if there is one.
     #[inline]
-    pub(super) fn chain(&mut self) -> Option<Found> {
+    fn chain(&mut self) -> Option<Found> {
         let (ring, at) = (&self.ring, self.cursor);
         let word = ring.word(at.index());
         if !word.is_available(at) {
@@ -166,10 +138,56 @@ impl PackedDevice {
         }
     }
 
-    /// Writes the used descriptors of `found`, as many as `give` says, the first
-    /// one last, and reads what the driver wishes to be told.
+    pub(super) fn suppress_kicks(&mut self) {
+        self.ring.disable_events(Half::Device);
+    }
+
+    /// Asks for a kick on the next available chain. True if there is one already.
+    pub(super) fn request_kick(&mut self) -> bool {
+        arm_then_look(
+            || {
+                self.ring
+                    .enable_events(Half::Device, self.next, self.event_idx);
+            },
+            || self.has_next(),
+        )
+    }
+}
+
+impl Positions for PackedDevice {
     #[inline]
-    pub(super) fn publish(&mut self, found: &[Found], give: Give) -> Wish {
+    fn look_up(
+        &mut self,
+        wanted: u16,
+        found: &mut [Found],
+        mut each: impl FnMut(Descriptor),
+    ) -> Result<u16, RingFault> {
+        self.rewind();
+        if !self.has_next() {
+            return Ok(0);
+        }
+        self.prefetch_descriptors();
+        let mut count = 0;
+        for slot in found.iter_mut().take(usize::from(wanted)) {
+            let Some(chain) = self.chain() else { break };
+            *slot = chain;
+            each(chain.head);
+            count += 1;
+            if self.looked_up >= LOOK_UP_MAX {
+                break;
+            }
+        }
+        self.expected = self.looked_up;
+        Ok(count)
+    }
+
+    fn look_behind(&mut self, _found: u16) -> Result<Option<Found>, RingFault> {
+        Ok(self.chain())
+    }
+
+    /// The first of them is written last.
+    #[inline]
+    fn publish(&mut self, found: &[Found], give: Give) -> Wish {
         let [first, rest @ ..] = found else {
             return Wish::Never;
         };
@@ -198,20 +216,5 @@ impl PackedDevice {
         self.next = at;
         self.rewind();
         wish
-    }
-
-    pub(super) fn suppress_kicks(&mut self) {
-        self.ring.disable_events(Half::Device);
-    }
-
-    /// Asks for a kick on the next available chain. True if there is one already.
-    pub(super) fn request_kick(&mut self) -> bool {
-        arm_then_look(
-            || {
-                self.ring
-                    .enable_events(Half::Device, self.next, self.event_idx);
-            },
-            || self.has_next(),
-        )
     }
 }

@@ -13,7 +13,7 @@ use super::packed::PackedDevice;
 use super::split::SplitDevice;
 use crate::chain::Walk;
 use crate::memory::{GuestMemory, Place};
-use crate::notify::Signal;
+use crate::notify::{Signal, Wish};
 use crate::ring::packed::PackedRing;
 use crate::ring::split::SplitRing;
 use crate::ring::{Descriptor, RingAreas, RingError, RingTable};
@@ -77,6 +77,66 @@ pub(super) type Chains<'m> = ArrayVec<SpanMut<'m>, BATCH_MAX>;
 
 /// Descriptors that are prefetched behind those of a burst.
 pub(super) const LOOK_AHEAD: u16 = 64;
+
+/// The device half of a layout: where the next chain is, and how chains go back.
+pub(super) trait Positions {
+    /// Copies the heads of up to `wanted` chains from the next one on, and gives
+    /// each to `each`; returns how many there were.
+    fn look_up(
+        &mut self,
+        wanted: u16,
+        found: &mut [Found],
+        each: impl FnMut(Descriptor),
+    ) -> Result<u16, RingFault>;
+
+    /// The chain behind the first `found`, which were looked up, if there is one.
+    fn look_behind(&mut self, found: u16) -> Result<Option<Found>, RingFault>;
+
+    /// Gives the chains back that were looked up first, as many used entries as
+    /// `give` says, with one release store; reads what the driver wishes to be
+    /// told after that.
+    fn publish(&mut self, found: &[Found], give: Give) -> Wish;
+}
+
+/// How the buffers of a burst are found.
+struct Locate<'c, 'm, U, P> {
+    memory: &'m GuestMemory,
+    near: Place,
+    is_usable: U,
+    prefetch: P,
+    chains: &'c mut Chains<'m>,
+}
+
+impl<U: Fn(Descriptor) -> bool, P: Fn(*const u8)> Locate<'_, '_, U, P> {
+    /// Looks chains up in one layout and locates their buffers; returns how many
+    /// there were, and where the last buffer was.
+    #[inline]
+    fn chains_of(
+        mut self,
+        positions: &mut impl Positions,
+        wanted: u16,
+        found: &mut [Found],
+    ) -> (Result<u16, RingFault>, Place) {
+        let count = positions.look_up(wanted, found, |head| {
+            if (self.is_usable)(head)
+                && let Some((place, whole)) = self.memory.locate(self.near, head.addr, head.len)
+            {
+                self.near = place;
+                // Net header and head are 76 bytes: two lines for most buffers.
+                // What lies behind the buffer is not read, only brought nearer.
+                (self.prefetch)(whole.as_ptr());
+                (self.prefetch)(whole.as_ptr().wrapping_add(64));
+                self.chains.push(whole);
+                return;
+            }
+            if let Some(piece) = self.memory.piece(head.addr, head.len) {
+                (self.prefetch)(piece.as_ptr());
+            }
+            self.chains.push(SpanMut::EMPTY);
+        });
+        (count, self.near)
+    }
+}
 
 /// Positions in one of the layouts. Which it is, is asked once in each phase.
 #[derive(Debug)]
@@ -227,27 +287,16 @@ impl DeviceRing {
         if self.fault.is_some() {
             return;
         }
-        let mut near = self.near;
-        let each = |head: Descriptor| {
-            if is_usable(head)
-                && let Some((place, whole)) = memory.locate(near, head.addr, head.len)
-            {
-                near = place;
-                // Net header and head are 76 bytes: two lines for most buffers.
-                // What lies behind the buffer is not read, only brought nearer.
-                prefetch(whole.as_ptr());
-                prefetch(whole.as_ptr().wrapping_add(64));
-                chains.push(whole);
-                return;
-            }
-            if let Some(piece) = memory.piece(head.addr, head.len) {
-                prefetch(piece.as_ptr());
-            }
-            chains.push(SpanMut::EMPTY);
+        let locate = Locate {
+            memory,
+            near: self.near,
+            is_usable,
+            prefetch,
+            chains: &mut *chains,
         };
-        let found = match &mut self.layout {
-            Layout::Split(split) => split.look_up(wanted, &mut self.found, each),
-            Layout::Packed(packed) => Ok(packed.look_up(wanted, &mut self.found, each)),
+        let (found, near) = match &mut self.layout {
+            Layout::Split(split) => locate.chains_of(split, wanted, &mut self.found),
+            Layout::Packed(packed) => locate.chains_of(packed, wanted, &mut self.found),
         };
         self.near = near;
         match found {
@@ -279,7 +328,7 @@ impl DeviceRing {
         }
         let behind = match &mut self.layout {
             Layout::Split(split) => split.look_behind(offset),
-            Layout::Packed(packed) => Ok(packed.chain()),
+            Layout::Packed(packed) => packed.look_behind(offset),
         };
         match behind {
             Ok(Some(chain)) => {

@@ -1,6 +1,6 @@
 //! Positions of the device half in a split ring (virtio 1.2, section 2.7).
 
-use super::ring::{Found, Give, LOOK_AHEAD, RingFault};
+use super::ring::{Found, Give, LOOK_AHEAD, Positions, RingFault};
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
 use crate::ring::Descriptor;
 use crate::ring::split::{SplitRing, UsedEntry};
@@ -90,46 +90,6 @@ impl SplitDevice {
         Ok(available)
     }
 
-    /// Copies the heads of up to `wanted` chains and gives each to `each`;
-    /// returns how many there were.
-    ///
-    /// Descriptors are prefetched a burst ahead: they are on their way while
-    /// this one is worked on. (Buffers were, too, for a while: it cost more
-    /// instructions than it saved stalls.)
-    #[inline]
-    pub(super) fn look_up(
-        &mut self,
-        wanted: u16,
-        found: &mut [Found],
-        mut each: impl FnMut(Descriptor),
-    ) -> Result<u16, RingFault> {
-        let available = self.available(wanted)?;
-        let count = available.min(wanted);
-        if count == 0 {
-            return Ok(0);
-        }
-        self.prefetch_descriptors(available.min(wanted + LOOK_AHEAD));
-        self.prefetch_used(count);
-        for (offset, slot) in (0..count).zip(found) {
-            match self.chain(offset) {
-                Ok(chain) => *slot = chain,
-                Err(fault) if offset == 0 => return Err(fault),
-                // What is before it is good; it comes first next time.
-                Err(_) => return Ok(offset),
-            }
-            each(slot.head);
-        }
-        Ok(count)
-    }
-
-    /// The chain behind the first `found`, if there is one.
-    pub(super) fn look_behind(&mut self, found: u16) -> Result<Option<Found>, RingFault> {
-        if self.available(found + 1)? <= found {
-            return Ok(None);
-        }
-        self.chain(found).map(Some)
-    }
-
     #[inline]
     fn chain(&self, offset: u16) -> Result<Found, RingFault> {
         let id = self.ring.avail_head(self.next_avail.wrapping_add(offset));
@@ -164,10 +124,67 @@ impl SplitDevice {
         }
     }
 
-    /// Writes the used entries of `found`, as many as `give` says, releases them
-    /// with one store, and reads what the driver wishes to be told.
+    /// With EVENT_IDX there is no way to say so but not to move `avail_event`:
+    /// one kick in 65,536 entries is left (section 2.7.10).
+    pub(super) fn suppress_kicks(&mut self) {
+        if !self.event_idx {
+            self.ring.set_used_flags(USED_NO_NOTIFY);
+        }
+    }
+
+    /// Asks for a kick on the next available entry. True if there is one already.
+    pub(super) fn request_kick(&mut self) -> Result<bool, RingFault> {
+        let arm = || {
+            if self.event_idx {
+                self.ring.set_avail_event(self.avail_seen);
+            } else {
+                self.ring.set_used_flags(0);
+            }
+        };
+        arm_then_look(arm, || self.ring.avail_idx());
+        Ok(self.available(u16::MAX)? > 0)
+    }
+}
+
+impl Positions for SplitDevice {
+    /// Descriptors are prefetched a burst ahead: they are on their way while
+    /// this one is worked on. (Buffers were, too, for a while: it cost more
+    /// instructions than it saved stalls.)
     #[inline]
-    pub(super) fn publish(&mut self, found: &[Found], give: Give) -> Wish {
+    fn look_up(
+        &mut self,
+        wanted: u16,
+        found: &mut [Found],
+        mut each: impl FnMut(Descriptor),
+    ) -> Result<u16, RingFault> {
+        let available = self.available(wanted)?;
+        let count = available.min(wanted);
+        if count == 0 {
+            return Ok(0);
+        }
+        self.prefetch_descriptors(available.min(wanted + LOOK_AHEAD));
+        self.prefetch_used(count);
+        for (offset, slot) in (0..count).zip(found) {
+            match self.chain(offset) {
+                Ok(chain) => *slot = chain,
+                Err(fault) if offset == 0 => return Err(fault),
+                // What is before it is good; it comes first next time.
+                Err(_) => return Ok(offset),
+            }
+            each(slot.head);
+        }
+        Ok(count)
+    }
+
+    fn look_behind(&mut self, found: u16) -> Result<Option<Found>, RingFault> {
+        if self.available(found + 1)? <= found {
+            return Ok(None);
+        }
+        self.chain(found).map(Some)
+    }
+
+    #[inline]
+    fn publish(&mut self, found: &[Found], give: Give) -> Wish {
         let count = u16::try_from(found.len()).expect("no more chains than a ring has");
         let slots = self.ring.used_slots(self.next_used);
         let entry = |chain: &Found| UsedEntry {
@@ -202,26 +219,5 @@ impl SplitDevice {
                 }
             },
         )
-    }
-
-    /// With EVENT_IDX there is no way to say so but not to move `avail_event`:
-    /// one kick in 65,536 entries is left (section 2.7.10).
-    pub(super) fn suppress_kicks(&mut self) {
-        if !self.event_idx {
-            self.ring.set_used_flags(USED_NO_NOTIFY);
-        }
-    }
-
-    /// Asks for a kick on the next available entry. True if there is one already.
-    pub(super) fn request_kick(&mut self) -> Result<bool, RingFault> {
-        let arm = || {
-            if self.event_idx {
-                self.ring.set_avail_event(self.avail_seen);
-            } else {
-                self.ring.set_used_flags(0);
-            }
-        };
-        arm_then_look(arm, || self.ring.avail_idx());
-        Ok(self.available(u16::MAX)? > 0)
     }
 }

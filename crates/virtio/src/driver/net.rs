@@ -73,61 +73,82 @@ impl ChainShape<'_> {
 /// Bytes between the pieces of a chain: odd, so that pieces are misaligned.
 const GAP_BYTES: u32 = 3;
 
+/// The buffers of a queue, one for each descriptor.
 #[derive(Debug)]
-struct Queue {
+struct Buffers {
     memory: Arc<GuestMemory>,
-    ring: DriverRing,
-    net_header_bytes: u32,
-    config: NetConfig,
+    /// Guest address of the first.
+    first: u64,
+    /// Bytes of each.
+    bytes: u32,
     /// Region of the first buffer: likely that of all.
     place: Place,
+}
+
+impl Buffers {
+    fn new(memory: Arc<GuestMemory>, config: &NetConfig) -> Result<Self, NetError> {
+        let (first, bytes) = (config.buffers_addr, config.buffer_bytes);
+        let found = memory.locate(Place::default(), first, bytes);
+        let place = found.map_or(Place::NONE, |(place, _)| place);
+        let buffers = Self {
+            memory,
+            first,
+            bytes,
+            place,
+        };
+        for head in 0..config.areas.size {
+            let outside = NetError::Buffers(buffers.addr(head));
+            buffers.start(head, bytes).ok_or(outside)?;
+        }
+        Ok(buffers)
+    }
+
+    #[inline]
+    fn addr(&self, head: u16) -> u64 {
+        self.first + u64::from(head) * u64::from(self.bytes)
+    }
+
+    #[inline]
+    fn whole(&self, head: u16) -> SpanMut<'_> {
+        let whole = self.start(head, self.bytes);
+        whole.expect("checked when the queue started")
+    }
+
+    /// The first `len` bytes of a buffer.
+    #[inline]
+    fn start(&self, head: u16, len: u32) -> Option<SpanMut<'_>> {
+        let addr = self.addr(head);
+        self.memory
+            .span_in(self.place, addr, len)
+            .or_else(|| self.memory.span(addr, len))
+    }
+}
+
+#[derive(Debug)]
+struct Queue {
+    ring: DriverRing,
+    buffers: Buffers,
+    net_header_bytes: u32,
+    config: NetConfig,
     /// Reused for chains of several buffers.
     chain: Vec<Buffer>,
 }
 
 impl Queue {
     fn new(memory: Arc<GuestMemory>, config: NetConfig) -> Result<Self, NetError> {
-        let mut queue = Self {
-            ring: DriverRing::new(
-                Arc::clone(&memory),
-                config.areas,
-                config.features,
-                config.base,
-            )?,
-            memory,
-            net_header_bytes: config.features.net_header_bytes(),
-            place: Place::NONE,
+        let NetConfig {
+            areas,
+            features,
+            base,
+            ..
+        } = config;
+        Ok(Self {
+            ring: DriverRing::new(Arc::clone(&memory), areas, features, base)?,
+            buffers: Buffers::new(memory, &config)?,
+            net_header_bytes: features.net_header_bytes(),
             config,
             chain: Vec::new(),
-        };
-        let first = (config.buffers_addr, config.buffer_bytes);
-        if let Some((place, _)) = queue.memory.locate(Place::default(), first.0, first.1) {
-            queue.place = place;
-        }
-        for head in 0..config.areas.size {
-            queue.buffer(head)?;
-        }
-        Ok(queue)
-    }
-
-    #[inline]
-    fn buffer_addr(&self, head: u16) -> u64 {
-        self.config.buffers_addr + u64::from(head) * u64::from(self.config.buffer_bytes)
-    }
-
-    #[inline]
-    fn buffer(&self, head: u16) -> Result<SpanMut<'_>, NetError> {
-        self.buffer_start(head, self.config.buffer_bytes)
-            .ok_or(NetError::Buffers(self.buffer_addr(head)))
-    }
-
-    /// The first `len` bytes of a buffer.
-    #[inline]
-    fn buffer_start(&self, head: u16, len: u32) -> Option<SpanMut<'_>> {
-        let addr = self.buffer_addr(head);
-        self.memory
-            .span_in(self.place, addr, len)
-            .or_else(|| self.memory.span(addr, len))
+        })
     }
 
     /// Lays `bytes` out in the next head's buffer as `shape` says and fills
@@ -139,7 +160,7 @@ impl Queue {
         writable: bool,
     ) -> Result<u16, NetError> {
         let head = self.ring.next_head().ok_or(DriverError::Full)?;
-        let mut addr = self.buffer_addr(head);
+        let mut addr = self.buffers.addr(head);
         let mut rest = bytes;
         self.chain.clear();
         for &cut in shape.cuts {
@@ -159,7 +180,7 @@ impl Queue {
                 writable,
             });
         }
-        let end = addr + u64::from(rest) - self.buffer_addr(head);
+        let end = addr + u64::from(rest) - self.buffers.addr(head);
         if end > u64::from(self.config.buffer_bytes) {
             return Err(NetError::TooLong {
                 bytes: end,
@@ -212,10 +233,7 @@ impl TxRing {
     /// whose frames stay the same.
     pub fn prepare(&mut self, mut fill: impl FnMut(u16, SpanMut<'_>)) {
         for head in 0..self.queue.ring.size() {
-            let buffer = self
-                .queue
-                .buffer(head)
-                .expect("checked when the queue started");
+            let buffer = self.queue.buffers.whole(head);
             fill(head, buffer.skip(self.queue.net_header_bytes));
         }
     }
@@ -233,26 +251,24 @@ impl TxRing {
         frame_bytes: u32,
         mut fill: impl FnMut(SpanMut<'_>),
     ) -> u16 {
-        let queue = &mut self.queue;
-        let count = count.min(queue.ring.free_len());
-        for _ in 0..count {
-            let head = queue.ring.next_head().expect("a descriptor is free");
-            let buffer = queue.buffer(head).expect("checked when the queue started");
-            Offload::default().write_header(queue.net_header_bytes, 0, buffer);
-            let len = queue.net_header_bytes + frame_bytes;
+        let Queue {
+            ring,
+            buffers,
+            net_header_bytes,
+            ..
+        } = &mut self.queue;
+        let len = *net_header_bytes + frame_bytes;
+        ring.add_many(count, |head| {
+            let buffer = buffers.whole(head);
+            Offload::default().write_header(*net_header_bytes, 0, buffer);
             assert!(len <= buffer.len(), "the frame does not fit a buffer");
-            fill(buffer.skip(queue.net_header_bytes).first(frame_bytes));
-            let addr = queue.buffer_addr(head);
-            queue
-                .ring
-                .add_one(Buffer {
-                    addr,
-                    len,
-                    writable: false,
-                })
-                .expect("a descriptor is free");
-        }
-        count
+            fill(buffer.skip(*net_header_bytes).first(frame_bytes));
+            Buffer {
+                addr: buffers.addr(head),
+                len,
+                writable: false,
+            }
+        })
     }
 
     /// Sends one frame in a chain of any shape, with an empty net header.
@@ -281,6 +297,7 @@ impl TxRing {
         for buffer in &self.queue.chain {
             let piece: Vec<u8> = source.by_ref().take(buffer.len as usize).collect();
             self.queue
+                .buffers
                 .memory
                 .write(buffer.addr, &piece)
                 .ok_or(NetError::Buffers(buffer.addr))?;
@@ -392,23 +409,19 @@ impl RxRing {
     /// [`publish`](Self::publish). Returns how many.
     #[inline]
     pub fn refill(&mut self) -> u16 {
-        let count = self.queue.ring.free_len();
-        for _ in 0..count {
-            let head = self.queue.ring.next_head().expect("a descriptor is free");
-            let buffer = Buffer {
-                addr: self.queue.buffer_addr(head),
-                len: self.queue.config.buffer_bytes,
-                writable: true,
-            };
-            if !self.posted[usize::from(head)].is_empty() {
-                self.posted[usize::from(head)].clear();
+        let Queue { ring, buffers, .. } = &mut self.queue;
+        let posted = &mut self.posted;
+        ring.add_many(u16::MAX, |head| {
+            let posted = &mut posted[usize::from(head)];
+            if !posted.is_empty() {
+                posted.clear();
             }
-            self.queue
-                .ring
-                .add_one(buffer)
-                .expect("a descriptor is free");
-        }
-        count
+            Buffer {
+                addr: buffers.addr(head),
+                len: buffers.bytes,
+                writable: true,
+            }
+        })
     }
 
     /// Posts one chain of `bytes`, cut as `shape` says.
@@ -451,7 +464,7 @@ impl RxRing {
             let is_whole = self.posted[usize::from(used.head)].is_empty();
             let fits = used.len <= self.queue.config.buffer_bytes;
             if is_whole && fits && used.len as usize >= NET_HEADER_BYTES {
-                let span = self.queue.buffer_start(used.head, used.len);
+                let span = self.queue.buffers.start(used.head, used.len);
                 let span = span
                     .expect("buffers were checked when the queue started")
                     .as_span();
@@ -523,7 +536,7 @@ impl RxRing {
         for used in chains {
             let mut rest = used.len;
             let own = [Buffer {
-                addr: self.queue.buffer_addr(used.head),
+                addr: self.queue.buffers.addr(used.head),
                 len: self.queue.config.buffer_bytes,
                 writable: true,
             }];
@@ -535,7 +548,7 @@ impl RxRing {
                 let len = buffer.len.min(rest);
                 rest -= len;
                 if len > 0 {
-                    let span = self.queue.memory.span(buffer.addr, len);
+                    let span = self.queue.buffers.memory.span(buffer.addr, len);
                     pieces.push(span.expect("checked when the queue started").as_span());
                 }
             }

@@ -1,5 +1,6 @@
 //! Positions of the driver half in a packed ring (virtio 1.2, section 2.8).
 
+use super::ring::Positions;
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
 use crate::ring::Descriptor;
 use crate::ring::packed::{Half, PackedRing, Position, Word};
@@ -48,21 +49,6 @@ impl PackedDriver {
         self.published.to_bits()
     }
 
-    /// Puts a descriptor of the chain with buffer id `id` behind the last one.
-    #[inline]
-    pub(super) fn put(&mut self, id: u16, descriptor: Descriptor) {
-        let index = self.next.index();
-        self.ring.set_addr(index, descriptor.addr);
-        let word = Word::available(self.next, descriptor.len, id, descriptor.flags);
-        if self.first.is_none() {
-            self.first = Some(word);
-        } else {
-            self.ring.set_word(index, word);
-        }
-        self.next = self.next.advance(1, self.ring.size());
-        self.added += 1;
-    }
-
     #[inline]
     pub(super) fn publish(&mut self) -> Option<Wish> {
         let (first, added) = (self.first.take()?, std::mem::take(&mut self.added));
@@ -76,18 +62,9 @@ impl PackedDriver {
         ))
     }
 
-    /// Id and length of the next chain that was returned.
     #[inline]
-    pub(super) fn used(&self) -> Option<(u32, u32)> {
-        let word = self.ring.word(self.next_used.index());
-        word.is_used(self.next_used)
-            .then(|| (word.id().into(), word.len()))
-    }
-
-    /// A chain of so many descriptors was taken.
-    #[inline]
-    pub(super) fn pass(&mut self, descs: u16) {
-        self.next_used = self.next_used.advance(descs, self.ring.size());
+    fn next_word(&self) -> Word {
+        self.ring.word(self.next_used.index())
     }
 
     pub(super) fn suppress_calls(&mut self) {
@@ -99,6 +76,38 @@ impl PackedDriver {
             self.ring
                 .enable_events(Half::Driver, self.next_used, self.event_idx);
         };
-        arm_then_look(arm, || self.used().is_some())
+        arm_then_look(arm, || self.next_word().is_used(self.next_used))
+    }
+}
+
+impl Positions for PackedDriver {
+    /// Behind the last one. The head is the buffer id.
+    #[inline]
+    fn put(&mut self, _index: u16, head: u16, descriptor: Descriptor) {
+        let index = self.next.index();
+        self.ring.set_addr(index, descriptor.addr);
+        let word = Word::available(self.next, descriptor.len, head, descriptor.flags);
+        if self.first.is_none() {
+            self.first = Some(word);
+        } else {
+            self.ring.set_word(index, word);
+        }
+        self.next = self.next.advance(1, self.ring.size());
+        self.added += 1;
+    }
+
+    #[inline]
+    fn push(&mut self, _head: u16) {}
+
+    #[inline]
+    fn used(&mut self) -> Option<(u32, u32)> {
+        let word = self.next_word();
+        word.is_used(self.next_used)
+            .then(|| (word.id().into(), word.len()))
+    }
+
+    #[inline]
+    fn pass(&mut self, descriptors: u16) {
+        self.next_used = self.next_used.advance(descriptors, self.ring.size());
     }
 }

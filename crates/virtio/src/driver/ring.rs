@@ -76,72 +76,80 @@ struct Slot {
     chain_len: u16,
 }
 
-/// Free descriptors. The last freed comes first, since it and its buffer are the
-/// likeliest to be in the cache; or, in order, the first freed (section 2.7.9).
+/// Free descriptors.
 #[derive(Debug)]
 struct FreeList {
-    entries: Box<[u16]>,
-    in_order: bool,
-    /// Where the first is, if they are in order.
-    first: u16,
     len: u16,
+    order: FreeOrder,
+}
+
+#[derive(Debug)]
+enum FreeOrder {
+    /// The last freed comes first: it and its buffer are the likeliest to be in
+    /// the cache.
+    LastFreed(Box<[u16]>),
+    /// One after the other, as they also come back (section 2.7.9): the next one.
+    InOrder { next: u16, size: u16 },
 }
 
 impl FreeList {
     /// All of `size`. In order they begin at `first`.
     fn all(size: u16, in_order: bool, first: u16) -> Self {
-        let entries = if in_order {
-            (0..size).collect()
+        let order = if in_order {
+            FreeOrder::InOrder { next: first, size }
         } else {
-            (0..size).rev().collect()
+            FreeOrder::LastFreed((0..size).rev().collect())
         };
-        Self {
-            entries,
-            in_order,
-            first,
-            len: size,
-        }
-    }
-
-    /// Where the entry lies that was added `age` after the first.
-    #[inline]
-    fn index(&self, age: u16) -> usize {
-        let index = usize::from(self.first) + usize::from(age);
-        let size = self.entries.len();
-        if index < size { index } else { index - size }
+        Self { len: size, order }
     }
 
     /// The entry that comes `offset` after the next.
     #[inline]
     fn peek(&self, offset: u16) -> Option<u16> {
         let above = self.len.checked_sub(offset)?.checked_sub(1)?;
-        let index = if self.in_order {
-            self.index(offset)
-        } else {
-            usize::from(above)
-        };
-        Some(self.entries[index])
+        Some(match &self.order {
+            FreeOrder::LastFreed(entries) => entries[usize::from(above)],
+            FreeOrder::InOrder { next, size } => behind(*next, offset, *size),
+        })
     }
 
     /// Takes the next `count` away.
     #[inline]
     fn take(&mut self, count: u16) {
         self.len -= count;
-        if self.in_order {
-            self.first = u16::try_from(self.index(count)).unwrap_or(0);
+        if let FreeOrder::InOrder { next, size } = &mut self.order {
+            *next = behind(*next, count, *size);
         }
     }
 
     #[inline]
     fn push(&mut self, entry: u16) {
-        let index = if self.in_order {
-            self.index(self.len)
-        } else {
-            usize::from(self.len)
-        };
-        self.entries[index] = entry;
+        if let FreeOrder::LastFreed(entries) = &mut self.order {
+            entries[usize::from(self.len)] = entry;
+        }
         self.len += 1;
     }
+}
+
+/// Index `count` behind `index` in a ring of `size`, at most a lap.
+#[inline]
+fn behind(index: u16, count: u16, size: u16) -> u16 {
+    // Less than 2^15, plus at most 2^15.
+    let index = index + count;
+    if index < size { index } else { index - size }
+}
+
+/// The driver half of a layout: where chains go, and where they come back.
+pub(super) trait Positions {
+    /// Writes descriptor `index` of the chain at `head`; those of a chain one
+    /// after the other.
+    fn put(&mut self, index: u16, head: u16, descriptor: Descriptor);
+    /// The chain at `head` is complete. The device does not see it yet.
+    fn push(&mut self, head: u16);
+    /// Id and length of the next chain that was returned.
+    fn used(&mut self) -> Option<(u32, u32)>;
+    /// That chain, of `descriptors`, was taken.
+    fn pass(&mut self, descriptors: u16);
 }
 
 /// Positions in one of the layouts.
@@ -213,6 +221,7 @@ impl DriverRing {
     }
 
     /// Descriptors in the ring.
+    #[inline]
     #[must_use]
     pub fn size(&self) -> u16 {
         match &self.layout {
@@ -245,16 +254,29 @@ impl DriverRing {
         self.free.peek(0)
     }
 
-    /// Puts a chain of one buffer into the ring; the device sees it after
-    /// [`publish`](Self::publish). Returns its head.
+    /// Puts up to `count` chains of one buffer into the ring, as many as
+    /// descriptors are free; the device sees them after
+    /// [`publish`](Self::publish). `buffer` is asked for the buffer of each head.
+    /// Returns how many.
+    #[inline]
+    pub fn add_many(&mut self, count: u16, buffer: impl FnMut(u16) -> Buffer) -> u16 {
+        let count = count.min(self.free.len);
+        let (free, slots) = (&mut self.free, &mut self.slots);
+        match &mut self.layout {
+            Layout::Split(split) => add_many(split, free, slots, count, buffer),
+            Layout::Packed(packed) => add_many(packed, free, slots, count, buffer),
+        }
+        count
+    }
+
+    /// Puts a chain of one buffer into the ring. Returns its head.
     ///
     /// # Errors
     /// If no descriptor is free.
     #[inline]
     pub fn add_one(&mut self, buffer: Buffer) -> Result<u16, DriverError> {
         let head = self.next_head().ok_or(DriverError::Full)?;
-        self.put(head, head, buffer.descriptor(None));
-        self.push_head(head, 1);
+        self.add_many(1, |_| buffer);
         Ok(head)
     }
 
@@ -324,22 +346,20 @@ impl DriverRing {
         Ok(head)
     }
 
-    /// Writes descriptor `index` of the chain at `head`.
-    #[inline]
     fn put(&mut self, index: u16, head: u16, descriptor: Descriptor) {
         match &mut self.layout {
-            Layout::Split(split) => split.put(index, descriptor),
-            Layout::Packed(packed) => packed.put(head, descriptor),
+            Layout::Split(split) => split.put(index, head, descriptor),
+            Layout::Packed(packed) => packed.put(index, head, descriptor),
         }
     }
 
-    /// Makes a chain of the next `descriptors` free ones available.
-    #[inline]
+    /// Completes a chain of the next `descriptors` free ones.
     fn push_head(&mut self, head: u16, descriptors: u16) {
         self.free.take(descriptors);
         self.slots[usize::from(head)].chain_len = descriptors;
-        if let Layout::Split(split) = &mut self.layout {
-            split.push(head);
+        match &mut self.layout {
+            Layout::Split(split) => split.push(head),
+            Layout::Packed(packed) => packed.push(head),
         }
     }
 
@@ -366,25 +386,14 @@ impl DriverRing {
         if self.in_order {
             return self.take_in_order();
         }
-        let used = match &mut self.layout {
-            Layout::Split(split) => split.used(),
-            Layout::Packed(packed) => packed.used(),
-        };
-        let Some((id, len)) = used else {
-            return Ok(None);
-        };
-        let not_out = DriverError::Device(id);
-        let head = u16::try_from(id).ok();
-        let slot = head.and_then(|head| self.slots.get_mut(usize::from(head)));
-        let descriptors = slot.map_or(0, |slot| std::mem::take(&mut slot.chain_len));
-        self.pass(descriptors.max(1));
-        let Some(head) = head.filter(|_| descriptors > 0) else {
-            return Err(not_out);
-        };
-        self.free_chain(head, descriptors);
-        Ok(Some(Used { head, len }))
+        let (free, slots) = (&mut self.free, &mut self.slots);
+        match &mut self.layout {
+            Layout::Split(split) => take_used(split, free, slots),
+            Layout::Packed(packed) => take_used(packed, free, slots),
+        }
     }
 
+    #[inline(never)]
     fn take_in_order(&mut self) -> Result<Option<Used>, DriverError> {
         let used = match &mut self.layout {
             Layout::Split(split) => split.used(),
@@ -409,9 +418,8 @@ impl DriverRing {
             return Err(DriverError::Device(last));
         }
         self.pass(descriptors);
-        self.free_chain(head, descriptors);
-        let oldest = u32::from(head) + u32::from(descriptors);
-        self.oldest = u16::try_from(oldest % u32::from(self.size())).unwrap_or_default();
+        free_chain(&mut self.free, &self.slots, head, descriptors);
+        self.oldest = behind(head, descriptors, self.size());
         if last == u32::from(head) {
             self.batch = None;
             return Ok(Some(Used { head, len }));
@@ -420,21 +428,10 @@ impl DriverRing {
         Ok(Some(Used { head, len: 0 }))
     }
 
-    #[inline]
     fn pass(&mut self, descriptors: u16) {
         match &mut self.layout {
-            Layout::Split(split) => split.pass(),
+            Layout::Split(split) => split.pass(descriptors),
             Layout::Packed(packed) => packed.pass(descriptors),
-        }
-    }
-
-    #[inline]
-    fn free_chain(&mut self, head: u16, descriptors: u16) {
-        self.free.push(head);
-        let mut index = head;
-        for _ in 1..descriptors {
-            index = self.slots[usize::from(index)].next;
-            self.free.push(index);
         }
     }
 
@@ -453,5 +450,55 @@ impl DriverRing {
             Layout::Split(split) => split.request_call(),
             Layout::Packed(packed) => packed.request_call(),
         }
+    }
+}
+
+#[inline]
+fn add_many(
+    positions: &mut impl Positions,
+    free: &mut FreeList,
+    slots: &mut [Slot],
+    count: u16,
+    mut buffer: impl FnMut(u16) -> Buffer,
+) {
+    for offset in 0..count {
+        let Some(head) = free.peek(offset) else { break };
+        positions.put(head, head, buffer(head).descriptor(None));
+        slots[usize::from(head)].chain_len = 1;
+        positions.push(head);
+    }
+    free.take(count);
+}
+
+/// Takes the chain that the next used entry names.
+#[inline]
+fn take_used(
+    positions: &mut impl Positions,
+    free: &mut FreeList,
+    slots: &mut [Slot],
+) -> Result<Option<Used>, DriverError> {
+    let Some((id, len)) = positions.used() else {
+        return Ok(None);
+    };
+    let out = u16::try_from(id).ok().and_then(|head| {
+        let slot = slots.get_mut(usize::from(head))?;
+        Some((head, std::mem::take(&mut slot.chain_len))).filter(|&(_, len)| len > 0)
+    });
+    let Some((head, descriptors)) = out else {
+        positions.pass(1);
+        return Err(DriverError::Device(id));
+    };
+    positions.pass(descriptors);
+    free_chain(free, slots, head, descriptors);
+    Ok(Some(Used { head, len }))
+}
+
+#[inline]
+fn free_chain(free: &mut FreeList, slots: &[Slot], head: u16, descriptors: u16) {
+    free.push(head);
+    let mut index = head;
+    for _ in 1..descriptors {
+        index = slots[usize::from(index)].next;
+        free.push(index);
     }
 }

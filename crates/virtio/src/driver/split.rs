@@ -1,5 +1,6 @@
 //! Positions of the driver half in a split ring (virtio 1.2, section 2.7).
 
+use super::ring::Positions;
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
 use crate::ring::Descriptor;
 use crate::ring::split::SplitRing;
@@ -53,18 +54,6 @@ impl SplitDriver {
     }
 
     #[inline]
-    pub(super) fn put(&mut self, index: u16, descriptor: Descriptor) {
-        self.ring.set_desc(index, descriptor);
-    }
-
-    /// Makes the chain at `head` available, not yet seen by the device.
-    #[inline]
-    pub(super) fn push(&mut self, head: u16) {
-        self.ring.set_avail_head(self.next_avail, head);
-        self.next_avail = self.next_avail.wrapping_add(1);
-    }
-
-    #[inline]
     pub(super) fn publish(&mut self) -> Option<Wish> {
         let new = self.next_avail;
         let added = new.wrapping_sub(self.published);
@@ -86,29 +75,9 @@ impl SplitDriver {
         ))
     }
 
-    /// Id and length of the next used entry. The index is read only when all
-    /// that was known is taken.
     #[inline]
-    pub(super) fn used(&mut self) -> Option<(u32, u32)> {
-        if !self.has_used() {
-            self.used_seen = self.ring.used_idx();
-            if !self.has_used() {
-                return None;
-            }
-        }
-        let entry = self.ring.used_entry(self.next_used);
-        Some((entry.id, entry.len))
-    }
-
-    #[inline]
-    pub(super) fn has_used(&self) -> bool {
+    fn has_used(&self) -> bool {
         self.next_used != self.used_seen
-    }
-
-    /// The next used entry was taken.
-    #[inline]
-    pub(super) fn pass(&mut self) {
-        self.next_used = self.next_used.wrapping_add(1);
     }
 
     pub(super) fn suppress_calls(&mut self) {
@@ -129,5 +98,36 @@ impl SplitDriver {
             }
         };
         arm_then_look(arm, || self.ring.used_idx()) != self.next_used
+    }
+}
+
+impl Positions for SplitDriver {
+    #[inline]
+    fn put(&mut self, index: u16, _head: u16, descriptor: Descriptor) {
+        self.ring.set_desc(index, descriptor);
+    }
+
+    #[inline]
+    fn push(&mut self, head: u16) {
+        self.ring.set_avail_head(self.next_avail, head);
+        self.next_avail = self.next_avail.wrapping_add(1);
+    }
+
+    /// The index is read only when all that was known is taken.
+    #[inline]
+    fn used(&mut self) -> Option<(u32, u32)> {
+        if !self.has_used() {
+            self.used_seen = self.ring.used_idx();
+            if !self.has_used() {
+                return None;
+            }
+        }
+        let entry = self.ring.used_entry(self.next_used);
+        Some((entry.id, entry.len))
+    }
+
+    #[inline]
+    fn pass(&mut self, _descriptors: u16) {
+        self.next_used = self.next_used.wrapping_add(1);
     }
 }

@@ -6,9 +6,9 @@
 
 use pollux_packet::{BatchStore, DropReason, Frame, FrameSet, Offload, Span, Transmitted};
 use pollux_sys::EventFd;
-use pollux_testkit::{Guest, GuestSpec, RawDesc, RawRing, RawUsed};
+use pollux_testkit::{Guest, GuestSpec, RawDesc, RawQueue, RawUsed};
 use pollux_virtio::device::{self, BurstLimit};
-use pollux_virtio::driver::ChainShape;
+use pollux_virtio::driver::{ChainShape, NetConfig};
 use pollux_virtio::{ChainError, Features};
 
 /// A modern driver with mergeable buffers.
@@ -137,8 +137,8 @@ pub(crate) fn transmit(ring: &mut device::RxRing, frames: &[Vec<u8>]) -> Transmi
 /// A guest whose rings are written by hand, and an honest one beside it.
 pub(crate) struct World {
     pub(crate) guest: Guest,
-    pub(crate) tx: RawRing,
-    pub(crate) rx: RawRing,
+    pub(crate) tx: RawQueue,
+    pub(crate) rx: RawQueue,
     pub(crate) device_tx: device::TxRing,
     pub(crate) device_rx: device::RxRing,
     pub(crate) other: Guest,
@@ -159,10 +159,10 @@ impl World {
         let [tx, rx] = [tx, rx].map(|fd| fd.map(|fd| fd.try_clone().expect("dup")));
         let (device_tx, device_rx) = guest.device_with_calls(tx, rx);
         let (other_tx, other_rx) = other.device();
-        let raw = |areas| RawRing::new(guest.memory.clone(), areas, spec.base);
+        let raw = |config: NetConfig| RawQueue::new(&guest.memory, &config);
         Self {
-            tx: raw(guest.tx_config().areas),
-            rx: raw(guest.rx_config().areas),
+            tx: raw(guest.tx_config()),
+            rx: raw(guest.rx_config()),
             guest,
             device_tx,
             device_rx,
@@ -178,6 +178,7 @@ impl World {
         Self::new(GuestSpec {
             ring_size: size,
             features,
+            base: first_base(features),
             ..GuestSpec::default()
         })
     }
