@@ -338,7 +338,8 @@ fn transmit(
                 return dropped(DropReason::PortDown);
             };
             let sent = tx.transmit(batch, frames);
-            if sent.dropped != 0 && tx.is_broken() {
+            // Its call may have broken it, after every frame was delivered.
+            if tx.is_broken() {
                 port.set_tx_broken();
             }
             sent

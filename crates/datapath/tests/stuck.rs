@@ -165,6 +165,28 @@ fn workers_that_deliver_to_a_blocking_guest_are_freed() {
     });
 }
 
+/// It says so at once, not with the next frame: there may be none for long.
+#[test]
+fn a_ring_that_its_call_broke_needs_no_further_frame_to_be_reported() {
+    let mut bed = bed(1);
+    let bad = bad_port(&bed);
+    arm_tx(&bed);
+    let before = bed.counters(BAD).tx_frames;
+    assert!(bed.station(0).send(BAD, BYTES));
+    bed.station(0).publish();
+    wait_until("the ring is broken", || is_broken(&bad.tx_state()));
+    wait_until("the frame is counted", || {
+        bed.counters(BAD).tx_frames != before
+    });
+    let counters = bed.counters(BAD);
+    assert_eq!(
+        counters.drops.get(DropReason::PortDown),
+        0,
+        "it was delivered"
+    );
+    assert_eq!(counters.tx_frames, before + 1);
+}
+
 /// Whoever wants the queue, or the worker's attention, waits for the watchdog at
 /// most.
 #[test]
