@@ -15,11 +15,11 @@ use pollux_datapath::{
 use pollux_packet::BurstLimit;
 use pollux_sys::{Clock, pause};
 use pollux_testkit::{Guest, GuestSpec};
-use pollux_virtio::Features;
 use pollux_virtio::driver::ChainShape;
 use serde::Serialize;
 
 use crate::probe::MachineState;
+use crate::rings::RingArgs;
 
 /// Options of `engine`.
 #[derive(Args, Clone, Debug)]
@@ -39,9 +39,8 @@ pub(crate) struct EngineArgs {
     /// Both guests send.
     #[arg(long)]
     both: bool,
-    /// Without mergeable receive buffers.
-    #[arg(long)]
-    no_mergeable: bool,
+    #[command(flatten)]
+    rings: RingArgs,
     /// Seconds of each measurement.
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
@@ -114,7 +113,7 @@ struct Report {
     mode: ModeArg,
     ring: u16,
     both: bool,
-    mergeable: bool,
+    rings: RingArgs,
     seconds: f64,
     cases: Vec<CaseReport>,
 }
@@ -174,7 +173,7 @@ pub(crate) fn run(args: &EngineArgs) -> anyhow::Result<()> {
         mode: args.mode,
         ring: args.ring,
         both: args.both,
-        mergeable: !args.no_mergeable,
+        rings: args.rings,
         seconds: args.seconds,
         cases: cases
             .iter()
@@ -249,12 +248,8 @@ const WARM_UP: Duration = Duration::from_millis(200);
 fn measure(args: &EngineArgs, case: Case) -> anyhow::Result<Sample> {
     let spec = GuestSpec {
         ring_size: args.ring,
-        features: Features {
-            version_1: true,
-            mergeable: !args.no_mergeable,
-            event_idx: false,
-            ..Features::LEGACY
-        },
+        features: args.rings.features(),
+        base: args.rings.base(),
         buffer_bytes: 2048.max(case.frame_bytes + 12).next_multiple_of(64),
         ..GuestSpec::default()
     };
@@ -445,8 +440,12 @@ impl fmt::Display for Report {
         writeln!(f, "{}", self.machine)?;
         writeln!(
             f,
-            "engine: {:?}, split ring {}, mergeable {}, both directions {}, {} s a sample, 1 worker",
-            self.mode, self.ring, self.mergeable, self.both, self.seconds
+            "engine: {:?}, ring {}, {:?}, both directions {}, {} s a sample, 1 worker",
+            self.mode,
+            self.ring,
+            self.rings.features(),
+            self.both,
+            self.seconds
         )?;
         writeln!(
             f,

@@ -3,9 +3,11 @@
 #![forbid(unsafe_code)]
 
 mod engine;
+mod isolation;
 mod issue;
 mod path;
 mod probe;
+mod rings;
 mod testpmd;
 
 use clap::{Args, Parser, Subcommand};
@@ -26,6 +28,8 @@ enum Task {
     Probe(ProbeArgs),
     /// Measure the engine in this process: guests, rings and a worker.
     Engine(engine::EngineArgs),
+    /// Measure what guests at full attack speed leave of a neighbour's rate.
+    Isolation(isolation::IsolationArgs),
     /// Measure the path of a frame on one core, without cache misses.
     Path(path::PathArgs),
     /// Measure DPDK guests through pollux, and through DPDK's own vhost ports.
@@ -43,6 +47,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
         Task::Probe(args) => print_probe(&args),
         Task::Engine(args) => engine::run(&args),
+        Task::Isolation(args) => isolation::run(&args),
         Task::Path(args) => path::run(&args),
         Task::Testpmd(args) => testpmd::run(&args),
     }

@@ -12,7 +12,8 @@ use pollux_packet::BurstLimit;
 use pollux_switch::{Fdb, FdbConfig, Forwarding, ForwardingConfig, Memo, Mode, PortId, Verdicts};
 use pollux_sys::Clock;
 use pollux_testkit::{Guest, GuestSpec};
-use pollux_virtio::Features;
+
+use crate::rings::RingArgs;
 
 /// Options of `path`.
 #[derive(Args, Clone, Debug)]
@@ -29,15 +30,8 @@ pub(crate) struct PathArgs {
     /// Descriptors in each ring.
     #[arg(long, default_value_t = 256)]
     ring: u16,
-    /// Packed rings.
-    #[arg(long)]
-    packed: bool,
-    /// VIRTIO_F_IN_ORDER.
-    #[arg(long)]
-    in_order: bool,
-    /// No mergeable buffers.
-    #[arg(long)]
-    no_mergeable: bool,
+    #[command(flatten)]
+    rings: RingArgs,
 }
 
 /// Phases of a burst, in the order in which they run.
@@ -48,16 +42,10 @@ const PHASES: [&str; 4] = ["receive", "classify", "transmit", "return"];
 /// # Errors
 /// If a frame does not arrive.
 pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
-    let features = Features {
-        packed: args.packed,
-        in_order: args.in_order,
-        mergeable: !args.no_mergeable,
-        ..Features::MODERN
-    };
     let spec = GuestSpec {
         ring_size: args.ring,
-        features,
-        base: if args.packed { 0x8000 } else { 0 },
+        features: args.rings.features(),
+        base: args.rings.base(),
         buffer_bytes: 2048.max(args.size + 12).next_multiple_of(64),
         ..GuestSpec::default()
     };
@@ -133,8 +121,11 @@ pub(crate) fn run(args: &PathArgs) -> anyhow::Result<()> {
     }
 
     println!(
-        "path on one core: {} B, burst {}, ring {}, {features:?}",
-        args.size, args.batch, args.ring
+        "path on one core: {} B, burst {}, ring {}, {:?}",
+        args.size,
+        args.batch,
+        args.ring,
+        args.rings.features()
     );
     println!("{:>9} {:>22}", "phase", "cycles/packet p10 p50");
     let mut total = [0.0; 2];

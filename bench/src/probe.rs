@@ -7,7 +7,9 @@
 //! are compared.
 
 use std::{
-    fmt, fs,
+    fmt,
+    fs::{self, File},
+    os::unix::fs::FileExt as _,
     sync::{
         atomic::{AtomicU32, Ordering},
         mpsc,
@@ -155,6 +157,98 @@ pub(crate) struct MachineState {
     pub(crate) clock_hz: u64,
     /// Whether that clock is the processor's time stamp counter.
     pub(crate) clock_is_tsc: bool,
+}
+
+/// Whether threads of this process, or the whole machine, were kept waiting:
+/// asked for before and after something short.
+#[derive(Debug)]
+pub(crate) struct Waits {
+    /// `schedstat` of each thread.
+    threads: Vec<File>,
+    stat: File,
+}
+
+/// What [`Waits`] counts; it only grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Waited {
+    /// Time in which one of the threads wanted a core and another one had it.
+    run_delay_ns: u64,
+    steal_ns: u64,
+}
+
+/// Threads of the kernel, and housekeeping, take a core for some microseconds
+/// now and then. A ring of 1024 holds what comes at 10 million frames a second
+/// for twice this long.
+const RUN_DELAY_LIMIT_NS: u64 = 50_000;
+
+impl Waited {
+    /// True if threads waited since `earlier` for no longer than 50 us, and the
+    /// hypervisor took nothing.
+    pub(crate) const fn is_undisturbed_since(self, earlier: Self) -> bool {
+        self.run_delay_ns.saturating_sub(earlier.run_delay_ns) <= RUN_DELAY_LIMIT_NS
+            && self.steal_ns <= earlier.steal_ns
+    }
+
+    /// Nanoseconds waited since `earlier`, all threads together.
+    pub(crate) const fn run_delay_ns_since(self, earlier: Self) -> u64 {
+        self.run_delay_ns.saturating_sub(earlier.run_delay_ns)
+    }
+}
+
+impl Waits {
+    /// Watches this process's threads of these names.
+    ///
+    /// # Errors
+    /// There is no such thread, or the kernel does not say (it has no
+    /// `schedstat`, `/proc` is not mounted).
+    pub(crate) fn of_threads(names: &[&str]) -> anyhow::Result<Self> {
+        let mut threads = Vec::new();
+        for name in names {
+            let tasks = fs::read_dir("/proc/self/task").context("cannot list threads")?;
+            // A thread may end while the list is read.
+            let mut paths = tasks.flatten().map(|task| task.path());
+            let path = paths.find(|path| {
+                let comm = fs::read_to_string(path.join("comm")).unwrap_or_default();
+                comm.trim_end() == *name
+            });
+            let path = path.with_context(|| format!("no thread is named {name}"))?;
+            let file = File::open(path.join("schedstat"));
+            threads.push(file.context("the kernel has no schedstat of threads")?);
+        }
+        Ok(Self {
+            threads,
+            stat: File::open("/proc/stat").context("cannot open /proc/stat")?,
+        })
+    }
+
+    /// Up to now.
+    ///
+    /// # Errors
+    /// A thread has ended.
+    pub(crate) fn so_far(&self) -> anyhow::Result<Waited> {
+        let mut bytes = [0; 256];
+        let mut waited = Waited::default();
+        for thread in &self.threads {
+            let text = read_start(thread, &mut bytes)?;
+            // Time on a core, time waiting for one, times put on one.
+            let run_delay = text
+                .split_whitespace()
+                .nth(1)
+                .and_then(|ns| ns.parse().ok());
+            let run_delay: u64 = run_delay.context("schedstat has no waiting time")?;
+            waited.run_delay_ns += run_delay;
+        }
+        let stat = read_start(&self.stat, &mut bytes)?;
+        let ticks = steal_ticks(stat).context("/proc/stat has no steal time")?;
+        waited.steal_ns = ticks * STAT_TICK_NS;
+        Ok(waited)
+    }
+}
+
+/// The start of a file of the kernel's, as it is now.
+fn read_start<'a>(file: &File, bytes: &'a mut [u8]) -> anyhow::Result<&'a str> {
+    let count = file.read_at(bytes, 0)?;
+    Ok(std::str::from_utf8(&bytes[..count])?)
 }
 
 impl MachineState {
@@ -431,6 +525,23 @@ mod tests {
                 involuntary_switch_count: 3
             }
         );
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_noticed() {
+        let before = Waited {
+            run_delay_ns: 10_000,
+            steal_ns: 20_000_000,
+        };
+        let after = |run_delay_ns, steal_ns| Waited {
+            run_delay_ns,
+            steal_ns,
+        };
+        assert!(after(60_000, 20_000_000).is_undisturbed_since(before));
+        assert!(!after(60_001, 20_000_000).is_undisturbed_since(before));
+        assert!(!after(10_000, 30_000_000).is_undisturbed_since(before));
+        assert_eq!(after(16_000, 0).run_delay_ns_since(before), 6_000);
+        assert!(Waits::of_threads(&["no such thread"]).is_err());
     }
 
     #[test]
