@@ -6,7 +6,6 @@
 
 use super::ring::{Found, Give, Positions, RingFault};
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
-use crate::ring::Descriptor;
 use crate::ring::packed::{Half, PackedRing, Position, Word};
 
 /// Descriptors that share a cache line.
@@ -73,50 +72,61 @@ impl PackedDevice {
         !self.ring.word(position.index()).is_available(position)
     }
 
-    /// The chain behind those that were looked up, if there is one.
+    /// Chains of one descriptor from `at` on, to the end of the lap at most: nearly
+    /// all. Returns how many there were.
     #[inline]
-    fn chain(&mut self) -> Option<Found> {
-        let (ring, at) = (&self.ring, self.cursor);
-        let word = ring.word(at.index());
+    fn single_chains(&self, at: Position, found: &mut [Found]) -> u16 {
+        let mut count = 0;
+        for (index, slot) in (at.index()..self.ring.size()).zip(found) {
+            let (addr, word) = self.ring.slot(index);
+            if !word.is_available_alone(at) {
+                break;
+            }
+            *slot = Found {
+                head: word.descriptor(addr, 0),
+                id: word.id(),
+                descs: 1,
+                written: 0,
+            };
+            count += 1;
+        }
+        count
+    }
+
+    /// The chain that starts at `at`, if one is available there.
+    fn chain(&self, at: Position) -> Option<Found> {
+        let (addr, word) = self.ring.slot(at.index());
         if !word.is_available(at) {
             return None;
         }
-        let head = word.descriptor(ring.addr(at.index()), ring.behind(at.index()));
-        let (descs, id) = if word.has_next() {
+        let (descs, id, next) = if word.has_next() {
             self.end_of_chain(at)
         } else {
-            (1, word.id())
+            (1, word.id(), 0)
         };
-        // No driver has more out than the ring holds: one that says so writes
-        // faster than we look, and is not to keep us.
-        let looked_up = self.looked_up + descs;
-        if looked_up > ring.size() {
-            return None;
-        }
-        self.looked_up = looked_up;
-        self.cursor = at.advance(descs, ring.size());
         Some(Found {
-            head,
+            head: word.descriptor(addr, next),
             id,
             descs,
             written: 0,
         })
     }
 
-    /// Descriptors of the chain that starts at `at`, and its buffer id: that of
-    /// its last descriptor (section 2.8.6). One that does not end takes up the
-    /// whole ring.
+    /// Descriptors of the chain that starts at `at`, its buffer id, which is that
+    /// of its last descriptor (section 2.8.6), and the index of its second. One
+    /// that does not end takes up the whole ring.
     #[cold]
-    fn end_of_chain(&self, at: Position) -> (u16, u16) {
-        let mut index = at.index();
-        for descs in 1..self.ring.size() {
+    fn end_of_chain(&self, at: Position) -> (u16, u16, u16) {
+        let size = self.ring.size();
+        let second = self.ring.behind(at.index());
+        let (mut index, mut descs) = (at.index(), 1);
+        let mut word = self.ring.word(index);
+        while word.has_next() && descs < size {
             index = self.ring.behind(index);
-            let word = self.ring.word(index);
-            if !word.has_next() {
-                return (descs + 1, word.id());
-            }
+            word = self.ring.word(index);
+            descs += 1;
         }
-        (self.ring.size(), self.ring.word(index).id())
+        (descs, word.id(), second)
     }
 
     #[inline]
@@ -156,33 +166,47 @@ impl PackedDevice {
 
 impl Positions for PackedDevice {
     #[inline]
-    fn look_up(
-        &mut self,
-        wanted: u16,
-        found: &mut [Found],
-        mut each: impl FnMut(Descriptor),
-    ) -> Result<u16, RingFault> {
+    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
         self.rewind();
         if !self.has_next() {
             return Ok(0);
         }
         self.prefetch_descriptors();
-        let mut count = 0;
-        for slot in found.iter_mut().take(usize::from(wanted)) {
-            let Some(chain) = self.chain() else { break };
-            *slot = chain;
-            each(chain.head);
-            count += 1;
-            if self.looked_up >= LOOK_UP_MAX {
-                break;
+        let size = self.ring.size();
+        // No driver has more out than the ring holds: one that says so writes
+        // faster than we look, and is not to keep us.
+        let wanted = wanted.min(size);
+        let (mut count, mut at, mut looked_up) = (0, self.next, 0);
+        while count < wanted && looked_up < LOOK_UP_MAX {
+            let free = &mut found[usize::from(count)..usize::from(wanted)];
+            let singles = self.single_chains(at, free).min(size - looked_up);
+            count += singles;
+            looked_up += singles;
+            at = at.advance(singles, size);
+            if singles == 0 {
+                let chain = self
+                    .chain(at)
+                    .filter(|chain| chain.descs <= size - looked_up);
+                let Some(chain) = chain else { break };
+                free[0] = chain;
+                count += 1;
+                looked_up += chain.descs;
+                at = at.advance(chain.descs, size);
             }
         }
-        self.expected = self.looked_up;
+        (self.cursor, self.looked_up, self.expected) = (at, looked_up, looked_up);
         Ok(count)
     }
 
     fn look_behind(&mut self, _found: u16) -> Result<Option<Found>, RingFault> {
-        Ok(self.chain())
+        let (size, at) = (self.ring.size(), self.cursor);
+        let left = size - self.looked_up;
+        let chain = self.chain(at).filter(|chain| chain.descs <= left);
+        if let Some(chain) = chain {
+            self.looked_up += chain.descs;
+            self.cursor = at.advance(chain.descs, size);
+        }
+        Ok(chain)
     }
 
     /// The first of them is written last.
@@ -194,21 +218,24 @@ impl Positions for PackedDevice {
         let (ring, start) = (&self.ring, self.next);
         let size = ring.size();
         let mut at = start.advance(first.descs, size);
-        let mut added = first.descs;
-        let mut head = first;
-        for chain in rest {
-            match give {
-                Give::Each => {
+        let head = match (give, rest) {
+            // One descriptor in the place of the first, with the last one's id
+            // (section 2.8.8).
+            (Give::InOrder, [.., last]) => {
+                let descs: u16 = rest.iter().map(|chain| chain.descs).sum();
+                at = at.advance(descs, size);
+                last
+            }
+            _ => {
+                for chain in rest {
                     let word = Word::used(at, chain.id, chain.written);
                     ring.set_word(at.index(), word);
+                    at = at.advance(chain.descs, size);
                 }
-                // One descriptor in the place of the first, with the last one's
-                // id (section 2.8.8).
-                Give::InOrder => head = chain,
+                first
             }
-            at = at.advance(chain.descs, size);
-            added += chain.descs;
-        }
+        };
+        let added = start.distance_to(at, size);
         let wish = publish_then_ask(
             || ring.release_word(start.index(), Word::used(start, head.id, head.written)),
             || ring.wish(Half::Driver, at, added, self.event_idx),

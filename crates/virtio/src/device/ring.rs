@@ -1,9 +1,9 @@
 //! The device half of a ring in either layout: chains, notifications, faults.
 
 use std::io::ErrorKind;
+use std::ops::Deref;
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
 use pollux_packet::{BATCH_MAX, SpanMut};
 use pollux_sys::{EventFd, poison_count};
 
@@ -73,21 +73,38 @@ pub(super) enum Give {
 /// The chains of one burst: the whole buffer of each that is one buffer and can
 /// be used as it is (nearly always); else an empty span, and the chain has to be
 /// walked.
-pub(super) type Chains<'m> = ArrayVec<SpanMut<'m>, BATCH_MAX>;
+#[derive(Debug)]
+pub(super) struct Chains<'m> {
+    whole: [SpanMut<'m>; BATCH_MAX],
+    len: usize,
+}
+
+impl<'m> Chains<'m> {
+    pub(super) fn new() -> Self {
+        Self {
+            whole: [SpanMut::EMPTY; BATCH_MAX],
+            len: 0,
+        }
+    }
+}
+
+impl<'m> Deref for Chains<'m> {
+    type Target = [SpanMut<'m>];
+
+    #[inline]
+    fn deref(&self) -> &[SpanMut<'m>] {
+        &self.whole[..self.len]
+    }
+}
 
 /// Descriptors that are prefetched behind those of a burst.
 pub(super) const LOOK_AHEAD: u16 = 64;
 
 /// The device half of a layout: where the next chain is, and how chains go back.
 pub(super) trait Positions {
-    /// Copies the heads of up to `wanted` chains from the next one on, and gives
-    /// each to `each`; returns how many there were.
-    fn look_up(
-        &mut self,
-        wanted: u16,
-        found: &mut [Found],
-        each: impl FnMut(Descriptor),
-    ) -> Result<u16, RingFault>;
+    /// Copies the heads of up to `wanted` chains from the next one on; returns how
+    /// many there were.
+    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault>;
 
     /// The chain behind the first `found`, which were looked up, if there is one.
     fn look_behind(&mut self, found: u16) -> Result<Option<Found>, RingFault>;
@@ -96,46 +113,6 @@ pub(super) trait Positions {
     /// `give` says, with one release store; reads what the driver wishes to be
     /// told after that.
     fn publish(&mut self, found: &[Found], give: Give) -> Wish;
-}
-
-/// How the buffers of a burst are found.
-struct Locate<'c, 'm, U, P> {
-    memory: &'m GuestMemory,
-    near: Place,
-    is_usable: U,
-    prefetch: P,
-    chains: &'c mut Chains<'m>,
-}
-
-impl<U: Fn(Descriptor) -> bool, P: Fn(*const u8)> Locate<'_, '_, U, P> {
-    /// Looks chains up in one layout and locates their buffers; returns how many
-    /// there were, and where the last buffer was.
-    #[inline]
-    fn chains_of(
-        mut self,
-        positions: &mut impl Positions,
-        wanted: u16,
-        found: &mut [Found],
-    ) -> (Result<u16, RingFault>, Place) {
-        let count = positions.look_up(wanted, found, |head| {
-            if (self.is_usable)(head)
-                && let Some((place, whole)) = self.memory.locate(self.near, head.addr, head.len)
-            {
-                self.near = place;
-                // Net header and head are 76 bytes: two lines for most buffers.
-                // What lies behind the buffer is not read, only brought nearer.
-                (self.prefetch)(whole.as_ptr());
-                (self.prefetch)(whole.as_ptr().wrapping_add(64));
-                self.chains.push(whole);
-                return;
-            }
-            if let Some(piece) = self.memory.piece(head.addr, head.len) {
-                (self.prefetch)(piece.as_ptr());
-            }
-            self.chains.push(SpanMut::EMPTY);
-        });
-        (count, self.near)
-    }
 }
 
 /// Positions in one of the layouts. Which it is, is asked once in each phase.
@@ -287,18 +264,10 @@ impl DeviceRing {
         if self.fault.is_some() {
             return;
         }
-        let locate = Locate {
-            memory,
-            near: self.near,
-            is_usable,
-            prefetch,
-            chains: &mut *chains,
+        let found = match &mut self.layout {
+            Layout::Split(split) => split.look_up(wanted, &mut self.found),
+            Layout::Packed(packed) => packed.look_up(wanted, &mut self.found),
         };
-        let (found, near) = match &mut self.layout {
-            Layout::Split(split) => locate.chains_of(split, wanted, &mut self.found),
-            Layout::Packed(packed) => locate.chains_of(packed, wanted, &mut self.found),
-        };
-        self.near = near;
         match found {
             Ok(count) => self.found_len = count,
             Err(fault) => self.set_fault(fault),
@@ -306,8 +275,28 @@ impl DeviceRing {
         if !self.is_whole() {
             // Zeros in the place of the ring.
             self.found_len = 0;
-            chains.clear();
         }
+        chains.len = usize::from(self.found_len);
+        let mut near = self.near;
+        for (whole, chain) in chains.whole[..chains.len].iter_mut().zip(&*self.found) {
+            let head = chain.head;
+            if is_usable(head)
+                && let Some((place, buffer)) = memory.locate(near, head.addr, head.len)
+            {
+                near = place;
+                // Net header and head are 76 bytes: two lines for most buffers.
+                // What lies behind the buffer is not read, only brought nearer.
+                prefetch(buffer.as_ptr());
+                prefetch(buffer.as_ptr().wrapping_add(64));
+                *whole = buffer;
+            } else {
+                if let Some(piece) = memory.piece(head.addr, head.len) {
+                    prefetch(piece.as_ptr());
+                }
+                *whole = SpanMut::EMPTY;
+            }
+        }
+        self.near = near;
     }
 
     /// True if there is a chain `offset` behind the next one. Those before it

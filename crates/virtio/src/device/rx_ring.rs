@@ -239,7 +239,7 @@ impl<'r> Filling<'r> {
         let layout = self.layout;
         let mut rest = set;
         let (mut used, mut bytes) = (0, 0);
-        for &buffer in &self.chains {
+        for &buffer in self.chains.iter() {
             let mut behind = rest;
             let Some(index) = behind.next() else { break };
             let frame = batch.frame(index);

@@ -2,7 +2,6 @@
 
 use super::ring::{Found, Give, LOOK_AHEAD, Positions, RingFault};
 use crate::notify::{Wish, arm_then_look, publish_then_ask};
-use crate::ring::Descriptor;
 use crate::ring::split::{SplitRing, UsedEntry};
 use crate::spec::{AVAIL_NO_INTERRUPT, USED_NO_NOTIFY};
 
@@ -151,12 +150,7 @@ impl Positions for SplitDevice {
     /// this one is worked on. (Buffers were, too, for a while: it cost more
     /// instructions than it saved stalls.)
     #[inline]
-    fn look_up(
-        &mut self,
-        wanted: u16,
-        found: &mut [Found],
-        mut each: impl FnMut(Descriptor),
-    ) -> Result<u16, RingFault> {
+    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
         let available = self.available(wanted)?;
         let count = available.min(wanted);
         if count == 0 {
@@ -171,7 +165,6 @@ impl Positions for SplitDevice {
                 // What is before it is good; it comes first next time.
                 Err(_) => return Ok(offset),
             }
-            each(slot.head);
         }
         Ok(count)
     }

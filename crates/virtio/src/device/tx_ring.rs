@@ -269,7 +269,7 @@ impl Returns {
         net_header_bytes: u32,
     ) {
         let (mut chains, mut units) = (0, 0);
-        for whole in found {
+        for whole in found.iter() {
             let (pushed, cost) = if whole.is_empty() {
                 let mut walk = self.device.walk(memory, chains, self.device.size());
                 let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);

@@ -26,43 +26,48 @@ const EVENTS_DISABLE: u16 = 1;
 /// RING_EVENT_FLAGS_DESC: at a position, with VIRTIO_F_EVENT_IDX only.
 const EVENTS_DESC: u16 = 2;
 
-/// A position in a packed ring: an index, and the wrap counter of the lap in
-/// bit 15, as in SET_VRING_BASE and in event suppression.
+/// A position in a packed ring: an index, and the wrap counter of the lap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Position(u16);
+pub(crate) struct Position {
+    index: u16,
+    wrap: bool,
+}
 
 impl Position {
+    /// The wrap counter in SET_VRING_BASE and in event suppression.
     const WRAP: u16 = 1 << 15;
 
+    #[inline]
     pub(crate) fn from_bits(bits: u16) -> Self {
-        Self(bits)
+        Self {
+            index: bits & !Self::WRAP,
+            wrap: bits & Self::WRAP != 0,
+        }
     }
 
     #[inline]
     pub(crate) fn to_bits(self) -> u16 {
-        self.0
+        self.index | if self.wrap { Self::WRAP } else { 0 }
     }
 
     #[inline]
     pub(crate) fn index(self) -> u16 {
-        self.0 & !Self::WRAP
-    }
-
-    #[inline]
-    pub(crate) fn wrap(self) -> bool {
-        self.0 & Self::WRAP != 0
+        self.index
     }
 
     /// `count` descriptors further, at most a lap, in a ring of `size`.
     #[inline]
     pub(crate) fn advance(self, count: u16, size: u16) -> Self {
-        debug_assert!(count <= size && self.index() < size);
+        debug_assert!(count <= size && self.index < size);
         // Less than 2^15, plus at most 2^15.
-        let index = self.index() + count;
+        let index = self.index + count;
         if index < size {
-            Self(self.0 + count)
+            Self { index, ..self }
         } else {
-            Self((index - size) | !self.0 & Self::WRAP)
+            Self {
+                index: index - size,
+                wrap: !self.wrap,
+            }
         }
     }
 
@@ -70,24 +75,31 @@ impl Position {
     /// both counted from the start of this one's lap (section 2.8.10).
     #[inline]
     fn past(self, event: Self, size: u16) -> u16 {
-        let distance = self.index().wrapping_sub(event.index());
-        if event.wrap() == self.wrap() {
+        let distance = self.index.wrapping_sub(event.index);
+        if event.wrap == self.wrap {
             distance
         } else {
             distance.wrapping_add(size)
         }
     }
 
+    /// Descriptors from here to `end`, which is at least one and at most a lap
+    /// further.
+    #[inline]
+    pub(crate) fn distance_to(self, end: Self, size: u16) -> u16 {
+        end.past(self, size)
+    }
+
     /// Flags that make a descriptor of this lap available.
     #[inline]
     fn available(self) -> u16 {
-        if self.wrap() { AVAIL } else { USED }
+        if self.wrap { AVAIL } else { USED }
     }
 
     /// Flags that make a descriptor of this lap used.
     #[inline]
     fn used(self) -> u16 {
-        if self.wrap() { AVAIL | USED } else { 0 }
+        if self.wrap { AVAIL | USED } else { 0 }
     }
 }
 
@@ -113,6 +125,13 @@ impl Word {
     pub(crate) fn used(position: Position, id: u16, written: u32) -> Self {
         let flags = if written > 0 { DescFlags::WRITE.0 } else { 0 };
         Self::new(written, id, flags | position.used())
+    }
+
+    /// [`is_available`](Self::is_available), and the only one of its chain.
+    #[inline]
+    pub(crate) fn is_available_alone(self, position: Position) -> bool {
+        const NEXT: u16 = DescFlags::NEXT.0;
+        (self.0 >> 48) as u16 & (AVAIL | USED | NEXT) == position.available()
     }
 
     #[inline]
@@ -192,10 +211,10 @@ pub(crate) struct Events(pub(crate) u32);
 
 impl Events {
     /// Nothing.
-    pub(crate) const NEVER: Self = Self::new(EVENTS_DISABLE, Position(0));
+    pub(crate) const NEVER: Self = Self::new(EVENTS_DISABLE, 0);
 
-    const fn new(flags: u16, position: Position) -> Self {
-        Self(position.0 as u32 | (flags as u32) << 16)
+    const fn new(flags: u16, position: u16) -> Self {
+        Self(position as u32 | (flags as u32) << 16)
     }
 
     /// When `position` is reached; or, without EVENT_IDX, everything.
@@ -205,7 +224,7 @@ impl Events {
         } else {
             EVENTS_ENABLE
         };
-        Self::new(flags, position)
+        Self::new(flags, position.to_bits())
     }
 
     /// As a wish of the half that wrote it, in a ring of `size` where all before
@@ -278,11 +297,11 @@ impl PackedRing {
     /// A position that a peer names, if the ring has it.
     pub(crate) fn position(&self, bits: u16) -> Result<Position, RingError> {
         let position = Position::from_bits(bits);
-        if position.index() < self.size {
+        if position.index < self.size {
             return Ok(position);
         }
         Err(RingError::Position {
-            index: position.index(),
+            index: position.index,
             size: self.size,
         })
     }
@@ -305,9 +324,12 @@ impl PackedRing {
         Word(u64::from_le(self.word_of(index, 1).load(Ordering::Acquire)))
     }
 
+    /// Address and word of a descriptor, the word first.
     #[inline]
-    pub(crate) fn addr(&self, index: u16) -> u64 {
-        u64::from_le(self.word_of(index, 0).load(Ordering::Relaxed))
+    pub(crate) fn slot(&self, index: u16) -> (u64, Word) {
+        let word = self.word(index);
+        let addr = u64::from_le(self.word_of(index, 0).load(Ordering::Relaxed));
+        (addr, word)
     }
 
     #[inline]
@@ -349,8 +371,8 @@ impl PackedRing {
     /// The descriptor at `index`, for a walk: the next one is behind it.
     #[inline]
     pub(crate) fn desc(&self, index: u16) -> Descriptor {
-        self.word(index)
-            .descriptor(self.addr(index), self.behind(index))
+        let (addr, word) = self.slot(index);
+        word.descriptor(addr, self.behind(index))
     }
 
     /// Index behind `index`.
