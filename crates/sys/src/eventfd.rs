@@ -38,6 +38,8 @@ pub enum NotifierError {
 #[derive(Debug)]
 pub struct EventFd {
     file: File,
+    /// Not a socket.
+    is_counter: bool,
 }
 
 impl EventFd {
@@ -55,7 +57,10 @@ impl EventFd {
         // SAFETY: the kernel has just made this descriptor for us; nothing else
         // knows it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        Ok(Self { file: fd.into() })
+        Ok(Self {
+            file: fd.into(),
+            is_counter: true,
+        })
     }
 
     /// Takes over a kick, call or error descriptor that a frontend sent, and sets
@@ -89,7 +94,10 @@ impl EventFd {
             return Err(NotifierError::Kind { found });
         }
         set_nonblocking(fd.as_fd()).map_err(NotifierError::Nonblocking)?;
-        Ok(Self { file: fd.into() })
+        Ok(Self {
+            file: fd.into(),
+            is_counter: mode & libc::S_IFMT == 0,
+        })
     }
 
     /// Adds one to the counter: one `write(2)`, nothing is allocated. A counter
@@ -123,10 +131,17 @@ impl EventFd {
         }
     }
 
-    /// [`drain`](Self::drain) for a counter that its sender may have made blocking:
-    /// never waits (RWF_NOWAIT). 0 for a socket.
+    /// [`drain`](Self::drain) for what a peer sent: never waits, even if the peer
+    /// made the counter blocking (RWF_NOWAIT).
+    ///
+    /// 0 for a socket, which is not read: whoever reads a Unix socket holds its
+    /// lock while the bytes are copied, to pages that may never come (see
+    /// [`from_peer`](Self::from_peer)), and every other reader waits with it.
     #[must_use]
     pub fn drain_nowait(&self) -> u64 {
+        if !self.is_counter {
+            return 0;
+        }
         let mut count = 0_u64;
         let vector = libc::iovec {
             iov_base: (&raw mut count).cast(),
@@ -145,8 +160,10 @@ impl EventFd {
     ///
     /// Those of `fcntl(2)`, `F_DUPFD_CLOEXEC`: too many open files.
     pub fn try_clone(&self) -> io::Result<Self> {
-        let file = self.file.try_clone()?;
-        Ok(Self { file })
+        Ok(Self {
+            file: self.file.try_clone()?,
+            is_counter: self.is_counter,
+        })
     }
 }
 
@@ -210,6 +227,15 @@ mod tests {
         eventfd.signal().unwrap();
         assert_eq!(eventfd.drain_nowait(), 2);
         assert_eq!(eventfd.drain_nowait(), 0);
+    }
+
+    #[test]
+    fn a_socket_is_not_read_for_its_count() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        (&theirs).write_all(&7_u64.to_ne_bytes()).unwrap();
+        let socket = EventFd::from_peer(ours.into()).unwrap();
+        assert_eq!(socket.drain_nowait(), 0);
+        assert!(socket.drain() > 0, "the bytes are still there");
     }
 
     #[test]

@@ -397,18 +397,15 @@ impl Session {
 
     fn set_vring_base(&mut self, message: &Message) -> Result<(), RequestError> {
         let (index, number) = ring_and_number(message)?;
-        let base = match u16::try_from(number) {
-            Ok(base) => base,
-            // Of a packed ring both positions come, and they are the same: chains
-            // go back in the order in which they were taken.
-            Err(_) if self.features.is_none() || self.is_packed() => (number & 0xffff) as u16,
-            Err(_) => return Err(RequestError::RingBase(number)),
-        };
+        // Judged when the ring starts, if the features are not known before.
+        if number > u16::MAX.into() && self.features.is_some() && !self.is_packed() {
+            return Err(RequestError::RingBase(number));
+        }
         let vring = &mut self.vrings[index];
         if vring.running {
             return Err(RequestError::RingRunning(index));
         }
-        vring.base = base;
+        vring.base = Some(number);
         Ok(())
     }
 
@@ -465,7 +462,6 @@ impl Session {
     ) -> Result<(), RequestError> {
         let (index, kick) = notifier(message)?;
         let vring = &mut self.vrings[index];
-        vring.count_kicks();
         vring.kick = kick;
         vring.started = true;
         self.start_if_complete(index, rings)
@@ -502,13 +498,12 @@ impl Session {
         let base = match ring_index(state.index) {
             Ok(index) => {
                 self.stop_ring(index, rings);
-                let base = u32::from(self.vrings[index].base);
-                // Next available in the lower half, next used in the upper.
-                if self.is_packed() {
-                    base | base << 16
-                } else {
-                    base
-                }
+                let is_packed = self.is_packed();
+                let position = self.vrings[index].position(is_packed);
+                let base = u32::from(position.unwrap_or(0));
+                // Next available in the lower half, next used in the upper: the
+                // same, since chains go back in the order in which they were taken.
+                if is_packed { base | base << 16 } else { base }
             }
             Err(_) => 0,
         };
@@ -542,6 +537,7 @@ impl Session {
         rings: &mut impl Rings,
     ) -> Result<(), RequestError> {
         let enabled = self.is_enabled(index);
+        let is_packed = self.is_packed();
         let vring = &mut self.vrings[index];
         if vring.running || !vring.started {
             return Ok(());
@@ -556,7 +552,7 @@ impl Session {
             let config = RingConfig {
                 areas: addrs.translate(memory, size)?,
                 features: features::of_ring(features),
-                base: vring.base,
+                base: vring.position(is_packed)?,
                 call: clone_of(vring.call.as_ref())?,
                 counters: Arc::clone(&vring.counters),
             };
@@ -569,8 +565,8 @@ impl Session {
         // For what a backend before us published and was killed before it called.
         self.signals
             .extend(clone_of(vring.call.as_ref()).ok().flatten());
-        let base = std::mem::replace(&mut vring.base, position);
-        if position != base {
+        let base = vring.base.replace(position.into()).unwrap_or(0);
+        if !is_packed && base != u32::from(position) {
             self.notes.push(format!(
                 "vring {index} goes on at its used.idx, {position}, and not at SET_VRING_BASE, \
                  {base}: frames that were under way may come twice"
@@ -584,7 +580,7 @@ impl Session {
         self.stop_in_place(index, rings);
         let vring = &mut self.vrings[index];
         vring.started = false;
-        vring.count_kicks();
+        // With the kicks that are in it: they are for whoever is next.
         vring.kick = None;
         vring.fault = None;
     }
@@ -595,7 +591,7 @@ impl Session {
         if std::mem::take(&mut vring.running)
             && let Some(base) = rings.stop(index)
         {
-            vring.base = base;
+            vring.base = Some(base.into());
         }
     }
 

@@ -61,8 +61,8 @@ pub(super) struct Vring {
     /// SET_VRING_ADDR. Translated anew whenever the ring starts or the memory
     /// changes.
     pub(super) addrs: Option<UserAddrs>,
-    /// SET_VRING_BASE, and the position at which the ring stopped.
-    pub(super) base: u16,
+    /// SET_VRING_BASE as it came, or the position at which the ring stopped.
+    pub(super) base: Option<u32>,
     /// From SET_VRING_KICK, with a descriptor or without, to GET_VRING_BASE.
     pub(super) started: bool,
     /// The last SET_VRING_ENABLE.
@@ -80,6 +80,18 @@ pub(super) struct Vring {
 }
 
 impl Vring {
+    /// Where the ring starts. Of a packed ring, where both positions may come, the
+    /// available one is in the lower half.
+    pub(super) fn position(&self, is_packed: bool) -> Result<u16, RequestError> {
+        let base = match self.base {
+            Some(base) if is_packed => base & 0xffff,
+            Some(base) => base,
+            // As after a reset: index 0, of a packed ring in its first lap.
+            None => u32::from(is_packed) << 15,
+        };
+        u16::try_from(base).map_err(|_| RequestError::RingBase(base))
+    }
+
     /// Counts the kicks that came since the last look.
     pub(super) fn count_kicks(&self) {
         if let Some(kick) = &self.kick {

@@ -51,30 +51,48 @@ fn any_size_will_do_for_a_packed_ring() {
 /// The layout may come after what depends on it.
 #[test]
 fn sizes_and_positions_before_the_features_are_judged_when_the_ring_starts() {
-    for (features, runs) in [(features::OFFERED, true), (SPLIT, false)] {
+    let cases = [
+        (features::OFFERED, 100, 0x8005_8005, ""),
+        (SPLIT, 100, 5, "ring size 100 is not a power of two"),
+        (
+            SPLIT,
+            128,
+            0x8005_8005,
+            "0x80058005 is no position in a split ring",
+        ),
+        (SPLIT, 128, 5, ""),
+    ];
+    for (features, size, base, refusal) in cases {
         let mut rig = Rig::new();
-        rig.ok(Req::SET_VRING_NUM, &words(&[1, 100]), vec![]);
-        rig.ok(Req::SET_VRING_BASE, &words(&[1, 0x8005_8005]), vec![]);
+        rig.ok(Req::SET_VRING_NUM, &words(&[1, size]), vec![]);
+        rig.ok(Req::SET_VRING_BASE, &words(&[1, base]), vec![]);
         rig.share_memory();
         rig.features(features);
         rig.ok(Req::SET_VRING_ADDR, &addr(1, USER_BASE), vec![]);
-        let kick = rig.send(
-            Req::SET_VRING_KICK as u32,
-            NEED_REPLY,
-            &longs(&[1]),
-            vec![eventfd()],
-        );
-        if runs {
-            assert_eq!(kick.0, Reply::Ack);
-            assert_eq!(rig.base(1), 0x8005_8005);
+        let (kick, ring) = (Req::SET_VRING_KICK, longs(&[1]));
+        if refusal.is_empty() {
+            rig.ok(kick, &ring, vec![eventfd()]);
+            assert_eq!(rig.base(1), base);
         } else {
-            assert_eq!(kick.0, Reply::Nack);
-            assert!(
-                kick.1.contains("ring size 100 is not a power of two"),
-                "{}",
-                kick.1
-            );
+            let error = rig.refused(kick, &ring, vec![eventfd()]);
+            assert!(error.contains(refusal), "{error}");
         }
+    }
+}
+
+/// A frontend that names no position means that of a driver that was just reset.
+#[test]
+fn a_ring_without_a_position_starts_as_after_a_reset() {
+    for (features, base) in [(features::OFFERED, 0x8000), (SPLIT, 0)] {
+        let mut rig = Rig::new();
+        rig.features(features);
+        rig.share_memory();
+        let both = base | if base == 0 { 0 } else { base << 16 };
+        assert_eq!(rig.base(1), both, "never touched");
+        rig.ok(Req::SET_VRING_NUM, &words(&[1, 256]), vec![]);
+        rig.ok(Req::SET_VRING_ADDR, &addr(1, USER_BASE), vec![]);
+        rig.ok(Req::SET_VRING_KICK, &longs(&[1]), vec![eventfd()]);
+        assert_eq!(u32::from(rig.rings.running[&1].0.base), base);
     }
 }
 
