@@ -10,9 +10,10 @@ use crate::ring::packed::{Half, PackedRing, Position, Word};
 
 /// Descriptors that share a cache line.
 const DESCRIPTORS_PER_LINE: u16 = 4;
-/// Where looking chains up ends, in descriptors: their ends have to be found, and
-/// a burst of long chains is not processed at one time anyway.
-const LOOK_UP_MAX: u16 = 256;
+/// Where looking chains up ends, in descriptors: 64 frames of 20.
+const LOOK_UP_MAX: u16 = 1280;
+/// Longest chain whose end is looked for: as in QEMU (`VIRTQUEUE_MAX_SIZE`).
+const CHAIN_LEN_MAX: u16 = 1024;
 
 #[derive(Debug)]
 pub(super) struct PackedDevice {
@@ -46,7 +47,6 @@ impl PackedDevice {
         self.rewind();
     }
 
-    #[inline]
     fn rewind(&mut self) {
         self.cursor = self.next;
         self.looked_up = 0;
@@ -72,11 +72,11 @@ impl PackedDevice {
         !self.ring.word(position.index()).is_available(position)
     }
 
-    /// Chains of one descriptor from `at` on, to the end of the lap at most: nearly
-    /// all. Returns how many there were.
+    /// Chains of one descriptor behind those that were looked up, to the end of the
+    /// lap at most: nearly all. Returns how many there were.
     #[inline]
-    fn single_chains(&self, at: Position, found: &mut [Found]) -> u16 {
-        let mut count = 0;
+    fn single_chains(&self, found: &mut [Found]) -> u16 {
+        let (at, mut count) = (self.cursor, 0);
         for (index, slot) in (at.index()..self.ring.size()).zip(found) {
             let (addr, word) = self.ring.slot(index);
             if !word.is_available_alone(at) {
@@ -93,40 +93,46 @@ impl PackedDevice {
         count
     }
 
-    /// The chain that starts at `at`, if one is available there.
-    fn chain(&self, at: Position) -> Option<Found> {
+    /// The chain behind those that were looked up, if one is available there.
+    ///
+    /// No driver has more out than the ring holds: what does not fit into what is
+    /// left is a lie.
+    fn chain(&self) -> Result<Option<Found>, RingFault> {
+        let at = self.cursor;
         let (addr, word) = self.ring.slot(at.index());
         if !word.is_available(at) {
-            return None;
+            return Ok(None);
         }
-        let (descs, id, next) = if word.has_next() {
-            self.end_of_chain(at)
-        } else {
-            (1, word.id(), 0)
-        };
-        Some(Found {
-            head: word.descriptor(addr, next),
+        let left = (self.ring.size() - self.looked_up).min(CHAIN_LEN_MAX);
+        let (descs, id) = self.end_of_chain(at, word, left)?;
+        Ok(Some(Found {
+            head: word.descriptor(addr, self.ring.behind(at.index())),
             id,
             descs,
             written: 0,
+        }))
+    }
+
+    /// Descriptors of a chain, and its buffer id, which is that of its last
+    /// descriptor (section 2.8.6).
+    fn end_of_chain(&self, at: Position, head: Word, within: u16) -> Result<(u16, u16), RingFault> {
+        let (mut index, mut word) = (at.index(), head);
+        for descs in 1..=within {
+            if !word.has_next() {
+                return Ok((descs, word.id()));
+            }
+            index = self.ring.behind(index);
+            word = self.ring.word(index);
+        }
+        Err(RingFault::ChainEnd {
+            index: at.index(),
+            within,
         })
     }
 
-    /// Descriptors of the chain that starts at `at`, its buffer id, which is that
-    /// of its last descriptor (section 2.8.6), and the index of its second. One
-    /// that does not end takes up the whole ring.
-    #[cold]
-    fn end_of_chain(&self, at: Position) -> (u16, u16, u16) {
-        let size = self.ring.size();
-        let second = self.ring.behind(at.index());
-        let (mut index, mut descs) = (at.index(), 1);
-        let mut word = self.ring.word(index);
-        while word.has_next() && descs < size {
-            index = self.ring.behind(index);
-            word = self.ring.word(index);
-            descs += 1;
-        }
-        (descs, word.id(), second)
+    fn pass(&mut self, descs: u16) {
+        self.looked_up += descs;
+        self.cursor = self.cursor.advance(descs, self.ring.size());
     }
 
     #[inline]
@@ -142,7 +148,7 @@ impl PackedDevice {
         let count = self.expected.min(size);
         let mut offset = DESCRIPTORS_PER_LINE;
         while offset < count {
-            let at = self.next.advance(offset, size);
+            let at = self.cursor.advance(offset, size);
             self.ring.prefetch_desc(at.index());
             offset += DESCRIPTORS_PER_LINE;
         }
@@ -166,45 +172,47 @@ impl PackedDevice {
 
 impl Positions for PackedDevice {
     #[inline]
-    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
-        self.rewind();
-        if !self.has_next() {
+    fn look_up(&mut self, _known: u16, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
+        if !self
+            .ring
+            .word(self.cursor.index())
+            .is_available(self.cursor)
+        {
             return Ok(0);
         }
         self.prefetch_descriptors();
-        let size = self.ring.size();
-        // No driver has more out than the ring holds: one that says so writes
-        // faster than we look, and is not to keep us.
-        let wanted = wanted.min(size);
-        let (mut count, mut at, mut looked_up) = (0, self.next, 0);
-        while count < wanted && looked_up < LOOK_UP_MAX {
+        let before = self.looked_up;
+        let mut count = 0;
+        while count < wanted && self.looked_up < LOOK_UP_MAX {
             let free = &mut found[usize::from(count)..usize::from(wanted)];
-            let singles = self.single_chains(at, free).min(size - looked_up);
-            count += singles;
-            looked_up += singles;
-            at = at.advance(singles, size);
-            if singles == 0 {
-                let chain = self
-                    .chain(at)
-                    .filter(|chain| chain.descs <= size - looked_up);
-                let Some(chain) = chain else { break };
-                free[0] = chain;
-                count += 1;
-                looked_up += chain.descs;
-                at = at.advance(chain.descs, size);
+            let left = usize::from(self.ring.size() - self.looked_up);
+            let len = left.min(free.len());
+            let singles = self.single_chains(&mut free[..len]);
+            if singles > 0 {
+                count += singles;
+                self.pass(singles);
+                continue;
+            }
+            match self.chain() {
+                Ok(None) => break,
+                Ok(Some(chain)) => {
+                    free[0] = chain;
+                    count += 1;
+                    self.pass(chain.descs);
+                }
+                Err(fault) if count == 0 => return Err(fault),
+                // What is before it is good; it comes first next time.
+                Err(_) => break,
             }
         }
-        (self.cursor, self.looked_up, self.expected) = (at, looked_up, looked_up);
+        self.expected = self.looked_up - before;
         Ok(count)
     }
 
     fn look_behind(&mut self, _found: u16) -> Result<Option<Found>, RingFault> {
-        let (size, at) = (self.ring.size(), self.cursor);
-        let left = size - self.looked_up;
-        let chain = self.chain(at).filter(|chain| chain.descs <= left);
+        let chain = self.chain()?;
         if let Some(chain) = chain {
-            self.looked_up += chain.descs;
-            self.cursor = at.advance(chain.descs, size);
+            self.pass(chain.descs);
         }
         Ok(chain)
     }
@@ -241,7 +249,7 @@ impl Positions for PackedDevice {
             || ring.wish(Half::Driver, at, added, self.event_idx),
         );
         self.next = at;
-        self.rewind();
+        self.looked_up -= added;
         wish
     }
 }

@@ -22,8 +22,8 @@ use crate::ring::{Descriptor, RingAreas, RingError, RingTable};
 /// other rings go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum RingFault {
-    /// The driver moved `avail.idx` by more than the ring size.
-    #[error("avail.idx moved from {from} to {to}, more than the ring size")]
+    /// The driver moved `avail.idx` by more than the ring size, or back.
+    #[error("avail.idx moved to {to}: back, or more than the ring size from {from}")]
     AvailIndex {
         /// Position up to which the ring was processed.
         from: u16,
@@ -35,6 +35,17 @@ pub enum RingFault {
     Head {
         /// What the driver wrote.
         head: u16,
+    },
+    /// The driver made more available than a packed ring holds, or a chain whose
+    /// end is not in sight: where the next one starts cannot be known.
+    #[error(
+        "the chain at descriptor {index} of a packed ring does not end within {within} descriptors"
+    )]
+    ChainEnd {
+        /// Where it starts.
+        index: u16,
+        /// Descriptors that it might have had.
+        within: u16,
     },
     /// The guest's memory file was shortened under the switch.
     #[error("guest memory was truncated")]
@@ -102,9 +113,9 @@ pub(super) const LOOK_AHEAD: u16 = 64;
 
 /// The device half of a layout: where the next chain is, and how chains go back.
 pub(super) trait Positions {
-    /// Copies the heads of up to `wanted` chains from the next one on; returns how
-    /// many there were.
-    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault>;
+    /// Copies the heads of up to `wanted` chains behind the first `known`, which
+    /// were looked up; returns how many there were.
+    fn look_up(&mut self, known: u16, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault>;
 
     /// The chain behind the first `found`, which were looked up, if there is one.
     fn look_behind(&mut self, found: u16) -> Result<Option<Found>, RingFault>;
@@ -248,7 +259,8 @@ impl DeviceRing {
     }
 
     /// Looks up to `wanted` available chains up: copies each head's descriptor,
-    /// locates its buffer and prefetches the first bytes of that.
+    /// locates its buffer and prefetches the first bytes of that. Chains that were
+    /// looked up and not given back are not read again.
     ///
     /// `is_usable` says whether a chain of this one buffer can be used as it is.
     #[inline]
@@ -260,23 +272,26 @@ impl DeviceRing {
         prefetch: impl Fn(*const u8),
         chains: &mut Chains<'m>,
     ) {
-        self.found_len = 0;
         if self.fault.is_some() {
             return;
         }
-        let found = match &mut self.layout {
-            Layout::Split(split) => split.look_up(wanted, &mut self.found),
-            Layout::Packed(packed) => packed.look_up(wanted, &mut self.found),
-        };
-        match found {
-            Ok(count) => self.found_len = count,
-            Err(fault) => self.set_fault(fault),
+        let known = self.found_len;
+        if known < wanted {
+            let found = &mut self.found[usize::from(known)..];
+            let found = match &mut self.layout {
+                Layout::Split(split) => split.look_up(known, wanted - known, found),
+                Layout::Packed(packed) => packed.look_up(known, wanted - known, found),
+            };
+            match found {
+                Ok(count) => self.found_len += count,
+                Err(fault) => self.set_fault(fault),
+            }
         }
         if !self.is_whole() {
             // Zeros in the place of the ring.
             self.found_len = 0;
         }
-        chains.len = usize::from(self.found_len);
+        chains.len = usize::from(self.found_len.min(wanted)).min(BATCH_MAX);
         let mut near = self.near;
         for (whole, chain) in chains.whole[..chains.len].iter_mut().zip(&*self.found) {
             let head = chain.head;
@@ -350,6 +365,15 @@ impl DeviceRing {
         Walk::new(memory, table, head, buffers_max)
     }
 
+    /// Work units of a chain that was looked up and walked over `descriptors`: one,
+    /// and one for every descriptor after its second, whether it was found while
+    /// the chain's end was looked for or walked over.
+    #[inline]
+    pub(super) fn units(&self, offset: u16, descriptors: u32) -> u32 {
+        let descs = self.found[usize::from(offset)].descs;
+        descriptors.max(descs.into()).saturating_sub(2) + 1
+    }
+
     /// Notes how many bytes were written to a chain that was looked up.
     #[inline]
     pub(super) fn set_written(&mut self, offset: u16, bytes: u32) {
@@ -400,7 +424,9 @@ impl DeviceRing {
             Layout::Split(split) => split.publish(found, give),
             Layout::Packed(packed) => packed.publish(found, give),
         };
-        self.found_len = 0;
+        self.found
+            .copy_within(usize::from(count)..usize::from(self.found_len), 0);
+        self.found_len -= count;
         if self.signal.decide(wish) {
             self.call();
         } else {

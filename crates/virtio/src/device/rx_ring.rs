@@ -10,7 +10,6 @@ use pollux_packet::{
 use pollux_sys::{EventFd, prefetch_write};
 
 use super::ring::{Chains, DeviceRing};
-use super::tx_ring::units_of_chain;
 use super::{Notifications, RingConfig, RingFault};
 use crate::chain::{ChainError, ChainErrorCounts, Walk, pieces};
 use crate::memory::GuestMemory;
@@ -342,8 +341,9 @@ impl<'r> Filling<'r> {
         let mut walk = self.device.walk(self.memory, offset, allowed);
         let filled = fill_buffers(self.memory, &mut walk, bytes_max, cut);
         // The frame's own unit pays for its first chain.
-        self.units += units_of_chain(walk.descriptors()) - u32::from(is_first);
-        self.walk_left -= allowed - walk.left();
+        let (descriptors, left) = (walk.descriptors(), walk.left());
+        self.units += self.device.units(offset, descriptors) - u32::from(is_first);
+        self.walk_left -= allowed - left;
         filled
     }
 

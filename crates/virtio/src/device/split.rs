@@ -79,7 +79,8 @@ impl SplitDevice {
         }
         let seen = self.ring.avail_idx();
         let available = seen.wrapping_sub(self.next_avail);
-        if available > self.ring.size() {
+        // Nor can it go back behind what was there: chains from there may be in use.
+        if available > self.ring.size() || available < known {
             return Err(RingFault::AvailIndex {
                 from: self.next_avail,
                 to: seen,
@@ -150,16 +151,16 @@ impl Positions for SplitDevice {
     /// this one is worked on. (Buffers were, too, for a while: it cost more
     /// instructions than it saved stalls.)
     #[inline]
-    fn look_up(&mut self, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
-        let available = self.available(wanted)?;
-        let count = available.min(wanted);
+    fn look_up(&mut self, known: u16, wanted: u16, found: &mut [Found]) -> Result<u16, RingFault> {
+        let available = self.available(known + wanted)?;
+        let count = (available - known).min(wanted);
         if count == 0 {
             return Ok(0);
         }
-        self.prefetch_descriptors(available.min(wanted + LOOK_AHEAD));
-        self.prefetch_used(count);
+        self.prefetch_descriptors(available.min(known + wanted + LOOK_AHEAD));
+        self.prefetch_used(known + count);
         for (offset, slot) in (0..count).zip(found) {
-            match self.chain(offset) {
+            match self.chain(known + offset) {
                 Ok(chain) => *slot = chain,
                 Err(fault) if offset == 0 => return Err(fault),
                 // What is before it is good; it comes first next time.

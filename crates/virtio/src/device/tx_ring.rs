@@ -273,7 +273,7 @@ impl Returns {
             let (pushed, cost) = if whole.is_empty() {
                 let mut walk = self.device.walk(memory, chains, self.device.size());
                 let pushed = push_chain(memory, &mut walk, batch, net_header_bytes);
-                (pushed, units_of_chain(walk.descriptors()))
+                (pushed, self.device.units(chains, walk.descriptors()))
             } else {
                 (push_whole(whole.as_span(), batch, net_header_bytes), 1)
             };
@@ -298,7 +298,9 @@ impl Returns {
     #[cold]
     fn discard(&mut self, chains: usize) {
         self.chains = u16::try_from(chains).unwrap_or(u16::MAX);
-        self.units = u32::from(self.chains);
+        self.units = (0..self.chains)
+            .map(|chain| self.device.units(chain, 1))
+            .sum();
         self.rejected
             .extend((0..self.chains).map(|chain| (chain, Rejected::Disabled)));
         self.is_open = true;
@@ -401,12 +403,6 @@ impl Rejected {
 /// Room for the pieces of a burst from a ring of `size` descriptors.
 fn store_for(memory: &GuestMemory, size: u16) -> BatchStore {
     BatchStore::new(2 * usize::from(size) + SPARE_PIECES + memory.regions().len())
-}
-
-/// One for the chain and one for every descriptor after its second.
-#[inline]
-pub(super) fn units_of_chain(descriptors: u32) -> u32 {
-    descriptors.saturating_sub(2) + 1
 }
 
 /// Adds the frame of a chain that is one buffer.
