@@ -198,7 +198,7 @@ fn random_messages_with_random_descriptors_harm_nobody() {
         sink.poll();
     }
     assert!(
-        ran > 100,
+        ran > 60,
         "{ran} of 400 had a ring that ran: the test tests little"
     );
     assert_unharmed(&bed, &mut pair, before);
