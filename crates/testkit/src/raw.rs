@@ -1,13 +1,13 @@
-//! A split ring written by hand: whatever a lying guest can write, at the guest
-//! addresses where it would.
+//! Rings written by hand: whatever a lying guest can write, at the guest
+//! addresses where it would. Here memory, descriptors and split rings.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use pollux_virtio::{DESC_BYTES, DescFlags, GuestMemory, RingAreas};
 
-/// A descriptor as it lies in a table (virtio 1.2, section 2.7.5); nothing of
-/// it needs to make sense.
+/// A descriptor as it lies in a table (virtio 1.2, sections 2.7.5 and 2.8.13);
+/// nothing of it needs to make sense.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RawDesc {
     /// Guest address.
@@ -16,7 +16,7 @@ pub struct RawDesc {
     pub len: u32,
     /// Any 16 bits.
     pub flags: DescFlags,
-    /// Any index.
+    /// Any index; in a packed ring the buffer id.
     pub next: u16,
 }
 
@@ -61,7 +61,7 @@ impl RawDesc {
         }
     }
 
-    /// As it lies in memory.
+    /// As it lies in a split ring or its tables.
     #[must_use]
     pub fn to_bytes(self) -> [u8; DESC_BYTES as usize] {
         let mut bytes = [0; DESC_BYTES as usize];
@@ -72,7 +72,7 @@ impl RawDesc {
         bytes
     }
 
-    /// From memory.
+    /// From a split ring.
     #[must_use]
     pub fn from_bytes(bytes: [u8; DESC_BYTES as usize]) -> Self {
         let (addr, rest) = bytes.split_first_chunk().expect("8 of 16 bytes");
@@ -88,19 +88,69 @@ impl RawDesc {
     }
 }
 
-/// An entry of the used ring.
+/// What the device says of a chain that it returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawUsed {
-    /// Head of the chain that the device returned.
+    /// Head of the chain, or its buffer id in a packed ring.
     pub id: u32,
     /// Bytes that the device says it wrote.
     pub len: u32,
 }
 
+/// Guest memory as a guest uses it: any address, at any moment.
+#[derive(Clone, Debug)]
+pub(crate) struct RawMemory(pub(crate) Arc<GuestMemory>);
+
+impl RawMemory {
+    pub(crate) fn write(&self, addr: u64, bytes: &[u8]) {
+        self.0
+            .write(addr, bytes)
+            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
+    }
+
+    pub(crate) fn read_into(&self, addr: u64, bytes: &mut [u8]) {
+        self.0
+            .read(addr, bytes)
+            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
+    }
+
+    pub(crate) fn read(&self, addr: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.read_into(addr, &mut bytes);
+        bytes
+    }
+
+    /// A 16-bit field as the hardware sees it, so that a test may race.
+    fn word(&self, addr: u64) -> &AtomicU16 {
+        let span = self
+            .0
+            .span(addr, 2)
+            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
+        let ptr: *mut u16 = span.as_ptr().cast_mut().cast();
+        assert!(ptr.is_aligned(), "{addr:#x} is odd");
+        // SAFETY: aligned, and mapped for as long as the memory is owned.
+        unsafe { AtomicU16::from_ptr(ptr) }
+    }
+
+    pub(crate) fn read_u16(&self, addr: u64) -> u16 {
+        u16::from_le(self.word(addr).load(Ordering::Acquire))
+    }
+
+    pub(crate) fn write_u16(&self, addr: u64, value: u16) {
+        self.word(addr).store(value.to_le(), Ordering::Release);
+    }
+
+    fn read_u32(&self, addr: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.read_into(addr, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+}
+
 /// The driver's side of a split ring without any rule: no free list, no check.
 #[derive(Clone, Debug)]
 pub struct RawRing {
-    memory: Arc<GuestMemory>,
+    memory: RawMemory,
     areas: RingAreas,
     /// Position of the next available entry.
     next_avail: u16,
@@ -119,7 +169,7 @@ impl RawRing {
     #[must_use]
     pub fn new(memory: Arc<GuestMemory>, areas: RingAreas, base: u16) -> Self {
         Self {
-            memory,
+            memory: RawMemory(memory),
             areas,
             next_avail: base,
             next_used: base,
@@ -129,7 +179,7 @@ impl RawRing {
     /// The memory that the ring lies in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
-        &self.memory
+        &self.memory.0
     }
 
     /// Descriptors in the ring.
@@ -149,9 +199,7 @@ impl RawRing {
     /// # Panics
     /// If a byte is outside.
     pub fn write(&self, addr: u64, bytes: &[u8]) {
-        self.memory
-            .write(addr, bytes)
-            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
+        self.memory.write(addr, bytes);
     }
 
     /// Reads bytes anywhere in guest memory.
@@ -160,36 +208,7 @@ impl RawRing {
     /// If a byte is outside.
     #[must_use]
     pub fn read(&self, addr: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.memory
-            .read(addr, &mut bytes)
-            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
-        bytes
-    }
-
-    /// A 16-bit field as the hardware sees it, so that a test may race.
-    fn word(&self, addr: u64) -> &AtomicU16 {
-        let span = self
-            .memory
-            .span(addr, 2)
-            .unwrap_or_else(|| panic!("{addr:#x} is outside guest memory"));
-        let ptr: *mut u16 = span.as_ptr().cast_mut().cast();
-        assert!(ptr.is_aligned(), "{addr:#x} is odd");
-        // SAFETY: aligned, and mapped for as long as `self.memory` is owned.
-        unsafe { AtomicU16::from_ptr(ptr) }
-    }
-
-    fn read_u16(&self, addr: u64) -> u16 {
-        u16::from_le(self.word(addr).load(Ordering::Acquire))
-    }
-
-    fn write_u16(&self, addr: u64, value: u16) {
-        self.word(addr).store(value.to_le(), Ordering::Release);
-    }
-
-    fn read_u32(&self, addr: u64) -> u32 {
-        let bytes = self.read(addr, 4);
-        u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+        self.memory.read(addr, len)
     }
 
     fn index(&self, position: u16) -> u64 {
@@ -242,7 +261,8 @@ impl RawRing {
 
     /// Writes the next available entry, whatever `head` is.
     pub fn offer(&mut self, head: u16) {
-        self.write_u16(self.avail_entry_addr(self.next_avail), head);
+        self.memory
+            .write_u16(self.avail_entry_addr(self.next_avail), head);
         self.next_avail = self.next_avail.wrapping_add(1);
     }
 
@@ -253,41 +273,42 @@ impl RawRing {
 
     /// Writes any `avail.idx`.
     pub fn set_avail_idx(&self, idx: u16) {
-        self.write_u16(self.areas.avail_addr + IDX, idx);
+        self.memory.write_u16(self.areas.avail_addr + IDX, idx);
     }
 
     /// Writes `flags` of the available ring.
     pub fn set_avail_flags(&self, flags: u16) {
-        self.write_u16(self.areas.avail_addr, flags);
+        self.memory.write_u16(self.areas.avail_addr, flags);
     }
 
     /// Writes `used_event`.
     pub fn set_used_event(&self, event: u16) {
         let offset = RING + 2 * u64::from(self.areas.size);
-        self.write_u16(self.areas.avail_addr + offset, event);
+        self.memory.write_u16(self.areas.avail_addr + offset, event);
     }
 
     /// `flags` of the used ring.
     #[must_use]
     pub fn used_flags(&self) -> u16 {
-        self.read_u16(self.areas.used_addr)
+        self.memory.read_u16(self.areas.used_addr)
     }
 
     /// Writes any `used.idx`, which is the device's to write.
     pub fn set_used_idx(&self, idx: u16) {
-        self.write_u16(self.areas.used_addr + IDX, idx);
+        self.memory.write_u16(self.areas.used_addr + IDX, idx);
     }
 
     /// `used.idx`.
     #[must_use]
     pub fn used_idx(&self) -> u16 {
-        self.read_u16(self.areas.used_addr + IDX)
+        self.memory.read_u16(self.areas.used_addr + IDX)
     }
 
     /// `avail_event`.
     #[must_use]
     pub fn avail_event(&self) -> u16 {
-        self.read_u16(self.areas.used_addr + RING + 8 * u64::from(self.areas.size))
+        self.memory
+            .read_u16(self.areas.used_addr + RING + 8 * u64::from(self.areas.size))
     }
 
     /// The used entry at a position, published or not.
@@ -295,8 +316,8 @@ impl RawRing {
     pub fn used_entry(&self, position: u16) -> RawUsed {
         let addr = self.areas.used_addr + RING + 8 * self.index(position);
         RawUsed {
-            id: self.read_u32(addr),
-            len: self.read_u32(addr + 4),
+            id: self.memory.read_u32(addr),
+            len: self.memory.read_u32(addr + 4),
         }
     }
 

@@ -6,10 +6,12 @@ mod common;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use common::{MODERN, World, frame, poll, poll_with, transmit, used};
+use common::{
+    MODERN, World, base_of, first_base, frame, in_every_layout, poll, poll_with, transmit, used,
+};
 use pollux_packet::DropReason;
 use pollux_sys::EventFd;
-use pollux_testkit::{Guest, GuestSpec, RawDesc, RawRing};
+use pollux_testkit::{Guest, GuestSpec, RawDesc, RawQueue, RawRing};
 use pollux_virtio::device::{BurstLimit, RingFault};
 use pollux_virtio::{ChainErrorCounts, Features, GuestMemory, Region, RingAreas, RingError};
 
@@ -29,17 +31,34 @@ fn dup(eventfd: &EventFd) -> EventFd {
     eventfd.try_clone().expect("dup")
 }
 
+/// The driver asks for no call that a few chains would reach.
+fn wait_for_later(ring: &mut RawQueue, features: Features) {
+    /// RING_EVENT_FLAGS_DESC (section 2.8.10).
+    const DESC: u16 = 2;
+    if features.packed {
+        let ring = ring.packed();
+        let later = ring.behind(ring.position(), 200);
+        ring.set_driver_events(later, DESC);
+    } else {
+        ring.split().set_used_event(20_000);
+    }
+}
+
 #[test]
 fn the_first_publication_for_a_new_eventfd_calls() {
+    in_every_layout(&[EVENT_IDX]).for_each(first_publication_calls);
+}
+
+fn first_publication_calls(features: Features) {
     let [old_tx, old_rx, new_tx, new_rx] = [(); 4].map(|()| eventfd());
     let spec = GuestSpec {
-        features: EVENT_IDX,
+        features,
+        base: first_base(features),
         ..GuestSpec::default()
     };
     let mut world = World::with_calls(spec, Some(&old_tx), Some(&old_rx));
-    // The driver asks for no call that these few entries would reach.
-    world.tx.split().set_used_event(20_000);
-    world.rx.split().set_used_event(20_000);
+    wait_for_later(&mut world.tx, features);
+    wait_for_later(&mut world.rx, features);
     for called in [1, 0] {
         world.tx_passes();
         world.rx_passes();
@@ -137,8 +156,10 @@ fn copied(memory: &GuestMemory, areas: RingAreas, to: u64) -> RingAreas {
 /// SET_MEM_TABLE: the same memory at other addresses of the switch.
 #[test]
 fn a_ring_goes_on_in_memory_that_was_mapped_anew() {
-    for base in [0, 65_534] {
+    let bases = |features| [0, 65_534].map(|index| (features, base_of(features, index, 256)));
+    for (features, base) in in_every_layout(&[MODERN]).flat_map(bases) {
         let mut world = World::new(GuestSpec {
+            features,
             base,
             ..GuestSpec::default()
         });
@@ -209,7 +230,11 @@ fn a_ring_goes_on_at_other_addresses_at_its_own_position() {
         assert_eq!(moved, Ok(()));
         assert_eq!((world.device_tx.base(), world.device_rx.base()), (3, 3));
         if !features.event_idx {
-            assert_ne!(world.tx.split().used_flags(), 0, "kicks are still not wanted");
+            assert_ne!(
+                world.tx.split().used_flags(),
+                0,
+                "kicks are still not wanted"
+            );
         }
 
         // Whatever becomes of the old place is nobody's concern.

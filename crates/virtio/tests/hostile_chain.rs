@@ -13,7 +13,7 @@ use common::{
 };
 use pollux_packet::{DropReason, NET_HEADER_BYTES};
 use pollux_testkit::{GuestSpec, RawDesc};
-use pollux_virtio::{ChainError, DescFlags, Features};
+use pollux_virtio::{ChainError, ChainErrorCounts, DescFlags, Features};
 
 /// The chain goes back with length 0 and is dropped for this reason.
 #[track_caller]
@@ -150,7 +150,11 @@ fn b03_chains_as_short_as_their_net_header() {
 
 #[test]
 fn b05_offload_fields_are_not_trusted() {
-    let mut world = World::of_size(8, MODERN);
+    in_every_layout(&[MODERN]).for_each(offload_fields);
+}
+
+fn offload_fields(features: Features) {
+    let mut world = World::of_size(8, features);
     let addr = world.tx_buffer(0);
     let len = world.write_frame(addr, &frame(1, 100));
     let fields = |flags, gso_type, hdr_len: u16, gso_size: u16, start: u16, offset: u16| {
@@ -202,8 +206,12 @@ fn b05_offload_fields_are_not_trusted() {
 
 #[test]
 fn b08_indirect_tables() {
+    in_every_layout(&[MODERN]).for_each(indirect_tables);
+}
+
+fn indirect_tables(features: Features) {
     const SIZE: u16 = 8;
-    let mut world = World::of_size(SIZE, MODERN);
+    let mut world = World::of_size(SIZE, features);
     let table = world.tx_table();
     let buffer = world.tx_buffer(0);
     let sent = frame(8, 60);
@@ -214,14 +222,6 @@ fn b08_indirect_tables() {
         let desc = RawDesc::indirect(table, bytes);
         assert_bad(&mut world, 2, &[desc], ChainError::IndirectLength);
     }
-    // `next` at the end of the table and beyond, though memory is there.
-    for next in [2, 3, 0xffff] {
-        world
-            .tx
-            .set_table(table, &[entry.then(1), entry.then(next)]);
-        let desc = RawDesc::indirect(table, 32);
-        assert_bad(&mut world, 2, &[desc], ChainError::NextOutside);
-    }
     // A table in a table, as first and as later entry.
     let nested = RawDesc::indirect(table + 64, 16);
     world.tx.set_table(table + 64, &[entry]);
@@ -230,7 +230,8 @@ fn b08_indirect_tables() {
         &[RawDesc::readable(buffer, 2).then(1), nested],
     ] {
         world.tx.set_table(table, entries);
-        let desc = RawDesc::indirect(table, 48);
+        let bytes = 16 * u32::try_from(entries.len()).expect("1 or 2");
+        let desc = RawDesc::indirect(table, bytes);
         assert_bad(&mut world, 2, &[desc], ChainError::IndirectNested);
     }
     // INDIRECT with NEXT.
@@ -241,31 +242,17 @@ fn b08_indirect_tables() {
     let piece = RawDesc::readable(buffer, 12);
     let long: Vec<_> = (1..=SIZE + 1).map(|next| piece.then(next)).collect();
     world.tx.set_table(table, &[&long[..], &[piece]].concat());
-    let desc = RawDesc::indirect(table, 16 * u32::from(SIZE + 2));
-    assert_bad(&mut world, 2, &[desc], ChainError::TooLong);
-
-    // The length bounds the table, not the chain: it may be long, unaligned,
-    // out of order, behind a direct descriptor; WRITE on it is ignored.
-    let odd = table + 3;
-    world.tx.set_table(
-        odd,
-        &[
-            RawDesc::readable(buffer, 10).then(2),
-            RawDesc::readable(buffer + 30, len - 30),
-            RawDesc::readable(buffer + 10, 20).then(1),
-        ],
-    );
-    for bytes in [48, 16 * u32::from(SIZE + 1), 16 * 65_536, 0xffff_fff0] {
-        let desc = RawDesc::indirect(odd, bytes).with(DescFlags::WRITE);
-        let polled = world.send_chain(2, &[desc]);
-        assert_eq!(polled.frames, std::slice::from_ref(&sent));
+    for entries in [u32::from(SIZE) + 1, 0xffff, 0x1_0000, 0x0fff_ffff] {
+        let desc = RawDesc::indirect(table, 16 * entries);
+        assert_bad(&mut world, 2, &[desc], ChainError::TooLong);
     }
-    world
-        .tx
-        .set_table(odd, &[RawDesc::readable(buffer + 7, len - 7)]);
+
+    // A table at any alignment, behind a direct descriptor.
+    let odd = table + 3;
+    let rest = RawDesc::readable(buffer + 7, len - 7);
+    world.tx.set_table(odd, &[rest]);
     let chain = [RawDesc::readable(buffer, 7), RawDesc::indirect(odd, 16)];
-    let polled = world.send_chain(2, &chain);
-    assert_eq!(polled.frames, [sent]);
+    assert_eq!(world.send_chain(2, &chain).frames, [sent]);
     world.tx_passes();
 
     // The same walker on the RX side.
@@ -275,18 +262,58 @@ fn b08_indirect_tables() {
         let desc = RawDesc::indirect(table, bytes);
         assert_bad_rx(&mut world, 2, &[desc], ChainError::IndirectLength);
     }
+    world.rx.set_table(
+        table,
+        &[
+            RawDesc::writable(world.rx_buffer(0), 64).then(1),
+            RawDesc::indirect(table, 16),
+        ],
+    );
+    let desc = RawDesc::indirect(table, 32);
+    assert_bad_rx(&mut world, 2, &[desc], ChainError::IndirectNested);
+    assert_bad_rx(&mut world, 2, &[desc, entry], ChainError::IndirectNext);
+}
+
+/// The length of a table bounds where its entries may lead, not the chain.
+#[test]
+fn b08_entries_of_a_split_table_lead_anywhere_in_it() {
+    const SIZE: u16 = 8;
+    let mut world = World::of_size(SIZE, MODERN);
+    let table = world.tx_table();
+    let buffer = world.tx_buffer(0);
+    let sent = frame(8, 60);
+    let len = world.write_frame(buffer, &sent);
+    let entry = RawDesc::readable(buffer, len);
+    // `next` at the end of the table and beyond, though memory is there.
+    for next in [2, 3, 0xffff] {
+        let entries = [entry.then(1), entry.then(next)];
+        world.tx.set_table(table, &entries);
+        let desc = RawDesc::indirect(table, 32);
+        assert_bad(&mut world, 2, &[desc], ChainError::NextOutside);
+    }
+    // Out of order; WRITE of the table itself is ignored.
+    let entries = [
+        RawDesc::readable(buffer, 10).then(2),
+        RawDesc::readable(buffer + 30, len - 30),
+        RawDesc::readable(buffer + 10, 20).then(1),
+    ];
+    world.tx.set_table(table + 3, &entries);
+    for bytes in [48, 16 * u32::from(SIZE + 1), 16 * 65_536, 0xffff_fff0] {
+        let desc = RawDesc::indirect(table + 3, bytes).with(DescFlags::WRITE);
+        let polled = world.send_chain(2, &[desc]);
+        assert_eq!(polled.frames, std::slice::from_ref(&sent));
+    }
+    world.tx_passes();
+
+    let table = world.rx_table();
+    let entry = RawDesc::writable(world.rx_buffer(0), 64);
     world.rx.set_table(table, &[entry.then(1)]);
     let desc = RawDesc::indirect(table, 16);
     assert_bad_rx(&mut world, 2, &[desc], ChainError::NextOutside);
-    world.rx.set_table(table, &[entry.then(1), desc]);
-    let desc = RawDesc::indirect(table, 32);
-    assert_bad_rx(&mut world, 2, &[desc], ChainError::IndirectNested);
-    let chain = [desc, entry];
-    assert_bad_rx(&mut world, 2, &chain, ChainError::IndirectNext);
 }
 
 #[test]
-fn b11_loops_end() {
+fn b11_loops_of_a_split_ring_end() {
     const SIZE: u16 = 64;
     let mut world = World::of_size(SIZE, MODERN);
     for len in [0, 1] {
@@ -296,11 +323,11 @@ fn b11_loops_end() {
         for count in [1, 2, SIZE - 1] {
             for index in 0..count {
                 let next = (index + 1) % count;
-                world.tx.set_desc(index, tx.then(next));
-                world.rx.set_desc(index, rx.then(next));
+                world.tx.split().set_desc(index, tx.then(next));
+                world.rx.split().set_desc(index, rx.then(next));
             }
             let before = world.device_tx.chain_errors().get(ChainError::TooLong);
-            world.tx.offer(0);
+            world.tx.split().offer(0);
             world.tx.publish();
             let polled = poll(&mut world.device_tx);
             assert_eq!(polled.drops, [DropReason::BadChain]);
@@ -309,7 +336,7 @@ fn b11_loops_end() {
             assert_eq!(after, before + 1);
             assert_eq!(world.tx.take_used(), [used(0, 0)]);
 
-            world.rx.offer(0);
+            world.rx.split().offer(0);
             world.rx.publish();
             let report = transmit(&mut world.device_rx, &[frame(1, 100)]);
             assert_eq!(report.drops.get(DropReason::BadRxChain), 1);
@@ -327,21 +354,32 @@ fn b11_loops_end() {
         let desc = RawDesc::indirect(rx_table, 32);
         assert_bad_rx(&mut world, 0, &[desc], ChainError::TooLong);
     }
-    // 2^32 bytes and more: the bytes end the walk before the descriptors do.
-    let addr = world.tx_buffer(0);
-    for len in [u32::MAX, 1 << 31, 65_548] {
-        let desc = RawDesc::readable(addr, len);
-        assert_bad(&mut world, 0, &[desc, desc, desc], ChainError::Oversize);
+}
+
+/// 2^32 bytes and more: the bytes end the walk before the descriptors do.
+#[test]
+fn b11_long_buffers_end_a_walk() {
+    for features in in_every_layout(&[MODERN, LEGACY]) {
+        let mut world = World::of_size(64, features);
+        let addr = world.tx_buffer(0);
+        for len in [u32::MAX, 1 << 31, 65_548] {
+            let desc = RawDesc::readable(addr, len);
+            assert_bad(&mut world, 0, &[desc, desc, desc], ChainError::Oversize);
+        }
+        let desc = RawDesc::readable(addr, 40_000);
+        assert_bad(&mut world, 0, &[desc, desc], ChainError::Oversize);
     }
-    let desc = RawDesc::readable(addr, 40_000);
-    assert_bad(&mut world, 0, &[desc, desc], ChainError::Oversize);
 }
 
 #[test]
 fn b15_zero_lengths_anywhere() {
+    in_every_layout(&[MODERN]).for_each(zero_lengths);
+}
+
+fn zero_lengths(features: Features) {
     const SIZE: u16 = 64;
     for at in [0, 1, 31, SIZE - 1] {
-        let mut world = World::of_size(SIZE, MODERN);
+        let mut world = World::of_size(SIZE, features);
         let sent = frame(u32::from(at), 77);
         let (source, target) = (world.tx_buffer(0), world.rx_buffer(0));
         let len = world.write_frame(source, &sent);
@@ -373,7 +411,11 @@ fn b15_zero_lengths_anywhere() {
 
 #[test]
 fn b26_bad_addresses_stop_nothing_else() {
-    let mut world = World::of_size(256, MODERN);
+    in_every_layout(&[MODERN]).for_each(bad_addresses);
+}
+
+fn bad_addresses(features: Features) {
+    let mut world = World::of_size(256, features);
     let mut sent = Vec::new();
     let mut got = Polled::default();
     for round in 0..50_u16 {
@@ -452,45 +494,54 @@ fn b30_frames_shorter_than_an_ethernet_header() {
 
 #[test]
 fn every_chain_error_has_its_own_count() {
-    let mut world = World::of_size(8, MODERN);
+    in_every_layout(&[MODERN]).for_each(chain_errors);
+}
+
+fn chain_errors(features: Features) {
+    const SIZE: u16 = 8;
+    let mut world = World::of_size(SIZE, features);
     let addr = world.tx_buffer(0);
     let table = world.tx_table();
     let good = RawDesc::readable(addr, 100);
-    world.tx.set_table(table, &[RawDesc::indirect(table, 16)]);
-    let loops = RawDesc::default().then(0);
+    let entries = vec![RawDesc::readable(addr, 1).then(0); usize::from(SIZE) + 1];
+    world.tx.set_table(table, &entries);
+    world
+        .tx
+        .set_table(table + 512, &[RawDesc::indirect(table, 16)]);
+    let indirect = |offset, bytes| RawDesc::indirect(table + offset, bytes);
     let cases: &[(ChainError, &[RawDesc])] = &[
         (ChainError::Unmapped, &[RawDesc::readable(8, 100)]),
-        (ChainError::TooLong, &[loops]),
-        (ChainError::NextOutside, &[good.then(8)]),
-        (ChainError::NextOutside, &[good.then(0xffff)]),
-        (ChainError::IndirectLength, &[RawDesc::indirect(table, 17)]),
-        (ChainError::IndirectNested, &[RawDesc::indirect(table, 16)]),
-        (
-            ChainError::IndirectNext,
-            &[RawDesc::indirect(table, 16), good],
-        ),
+        (ChainError::TooLong, &[indirect(0, 16 * 9)]),
+        (ChainError::IndirectLength, &[indirect(0, 17)]),
+        (ChainError::IndirectNested, &[indirect(512, 16)]),
+        (ChainError::IndirectNext, &[indirect(0, 16), good]),
         (ChainError::Direction, &[RawDesc::writable(addr, 100)]),
         (ChainError::Direction, &[good, RawDesc::writable(addr, 0)]),
         (ChainError::Runt, &[RawDesc::readable(addr, 25)]),
         (ChainError::Oversize, &[RawDesc::readable(addr, 65_548)]),
     ];
-    for &(error, chain) in cases {
-        // Not `offer_chain` for one descriptor: it may lead anywhere.
-        let before = world.device_tx.chain_errors();
-        if let [desc] = chain {
-            world.tx.set_desc(0, *desc);
-            world.tx.offer(0);
-            world.tx.publish();
-            poll(&mut world.device_tx);
-        } else {
-            world.send_chain(0, chain);
-        }
+    let check = |world: &mut World, error, before: ChainErrorCounts| {
         let after = world.device_tx.chain_errors();
         for &kind in ChainError::ALL {
             let added = after.get(kind) - before.get(kind);
             assert_eq!(added, u64::from(kind == error), "{kind}, wanted {error}");
         }
         world.tx_passes();
+    };
+    for &(error, chain) in cases {
+        let before = world.device_tx.chain_errors();
+        world.send_chain(0, chain);
+        check(&mut world, error, before);
+    }
+    if !features.packed && !features.in_order {
+        for next in [SIZE, 0xffff] {
+            let before = world.device_tx.chain_errors();
+            world.tx.split().set_desc(0, good.then(next));
+            world.tx.split().offer(0);
+            world.tx.publish();
+            poll(&mut world.device_tx);
+            check(&mut world, ChainError::NextOutside, before);
+        }
     }
     // Unknown flags mean nothing (section 2.7.5).
     let sent = frame(1, 60);

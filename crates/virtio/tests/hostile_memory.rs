@@ -5,12 +5,14 @@ mod common;
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use common::{MODERN, World, frame, gather, poll, transmit};
+use common::{MODERN, World, base_of, first_base, frame, gather, in_every_layout, poll, transmit};
 use pollux_packet::{DropReason, FrameSet};
 use pollux_testkit::{Guest, GuestSpec, RawDesc, RawRing};
-use pollux_virtio::device::{BurstLimit, RingConfig, RingFault, RxRing, TxRing};
+use pollux_virtio::device::{BurstLimit, RingConfig, RingCounters, RingFault, RxRing, TxRing};
 use pollux_virtio::driver::ChainShape;
 use pollux_virtio::{ChainError, Features, GuestMemory, Region, RegionPlace, RingAreas, RingError};
 
@@ -139,6 +141,114 @@ fn ring_areas_that_do_not_fit_are_refused_by_name() {
 }
 
 #[test]
+fn packed_ring_areas_that_do_not_fit_are_refused_by_name() {
+    let memory = memory(&[2 * PAGE, 2 * PAGE]);
+    let good = RingAreas {
+        size: 15,
+        desc_addr: 0x10000,
+        avail_addr: 0x10400,
+        used_addr: 0x10404,
+    };
+    let refused = |areas: RingAreas, base| {
+        let config = || RingConfig {
+            features: Features {
+                packed: true,
+                ..MODERN
+            },
+            base,
+            ..config(areas)
+        };
+        let tx = TxRing::new(Arc::clone(&memory), config()).err();
+        let rx = RxRing::new(Arc::clone(&memory), config()).err();
+        assert_eq!(tx, rx);
+        tx
+    };
+    // Any size, and any position that the ring has, in either lap.
+    for size in [1, 3, 24, 64] {
+        for base in [0, size - 1, 0x8000, 0x8000 | (size - 1)] {
+            assert_eq!(refused(RingAreas { size, ..good }, base), None);
+        }
+        for base in [size, 0x7fff, 0x8000 | size, 0xffff] {
+            let index = base & 0x7fff;
+            let wanted = RingError::Position { index, size };
+            assert_eq!(refused(RingAreas { size, ..good }, base), Some(wanted));
+        }
+    }
+    for size in [0, 32_769, 65_535] {
+        let wanted = RingError::PackedSize { size };
+        assert_eq!(refused(RingAreas { size, ..good }, 0), Some(wanted));
+    }
+    let end = 0x14000;
+    for (area, bytes, align) in [
+        ("descriptor ring", RingAreas::desc_bytes(15), 16),
+        ("driver event suppression", RingAreas::EVENTS_BYTES, 4),
+        ("device event suppression", RingAreas::EVENTS_BYTES, 4),
+    ] {
+        let at = |addr| {
+            let mut areas = good;
+            match align {
+                16 => areas.desc_addr = addr,
+                _ if area.starts_with("driver") => areas.avail_addr = addr,
+                _ => areas.used_addr = addr,
+            }
+            refused(areas, 0)
+        };
+        for offset in 1..align {
+            let addr = 0x10800 + offset as u64;
+            assert_eq!(at(addr), Some(RingError::Misaligned { area, addr, align }));
+        }
+        for addr in [0, end, end + 16 - u64::from(bytes), u64::MAX - 15] {
+            let addr = addr & !15;
+            assert_eq!(at(addr), Some(RingError::Unmapped { area, addr, bytes }));
+        }
+        assert_eq!(at(end - u64::from(bytes)), None, "to the last byte");
+    }
+}
+
+/// B-64: large memory is mapped at once, and only what is used becomes pages.
+#[test]
+fn b64_setting_up_touches_few_pages() {
+    const BYTES: u64 = 32 << 30;
+    let file = pollux_sys::memfd("pollux-test-large", BYTES).expect("memfd");
+    let pages = |file: &File| file.metadata().expect("open").blocks() * 512 / PAGE;
+    let place = RegionPlace {
+        guest_addr: 0x10000,
+        size: BYTES,
+        user_addr: 0,
+        file_offset: 0,
+    };
+    let begun = Instant::now();
+    let region = Region::map(file.as_fd(), place).expect("it is sparse");
+    let memory = Arc::new(GuestMemory::new([region]).expect("one region"));
+    let file = File::from(file);
+    assert_eq!(pages(&file), 0);
+    for packed in [false, true] {
+        let base = 0x10000 + u64::from(packed) * (BYTES / 2);
+        let areas = RingAreas {
+            size: 32_768,
+            desc_addr: base,
+            avail_addr: base + (1 << 20),
+            used_addr: base + (2 << 20),
+        };
+        let config = RingConfig {
+            features: Features { packed, ..MODERN },
+            ..config(areas)
+        };
+        let mut device = TxRing::new(Arc::clone(&memory), config).expect("inside");
+        assert_eq!(poll(&mut device).chains, 0);
+    }
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert!(pages(&file) <= 8, "{} pages", pages(&file));
+}
+
+/// B-64: what two workers write does not share a line (or its neighbour, which is
+/// fetched with it).
+#[test]
+fn b64_counters_of_two_rings_share_no_line() {
+    assert!(align_of::<RingCounters>() >= 128);
+}
+
+#[test]
 fn chains_in_too_many_pieces_are_dropped_and_bounded() {
     // Six regions of one byte between two large ones: every buffer over them
     // lies in eight pieces.
@@ -189,20 +299,25 @@ fn truncate(guest: &Guest) {
     file.set_len(0).expect("a memfd that is not sealed");
 }
 
-const BASES: [u16; 3] = [0, 5, 65_530];
-
-fn based(base: u16) -> World {
-    World::new(GuestSpec {
-        base,
-        ring_size: 16,
-        ..GuestSpec::default()
-    })
+/// Rings in every layout, at their start, in the middle and before their end.
+fn worlds() -> impl Iterator<Item = (World, u16)> {
+    let bases = |features| [0, 5, 65_530].map(|base| (features, base_of(features, base, 16)));
+    in_every_layout(&[MODERN])
+        .flat_map(bases)
+        .map(|(features, base)| {
+            let world = World::new(GuestSpec {
+                base,
+                features,
+                ring_size: 16,
+                ..GuestSpec::default()
+            });
+            (world, base)
+        })
 }
 
 #[test]
 fn memory_cut_under_an_idle_ring() {
-    for base in BASES {
-        let mut world = based(base);
+    for (mut world, base) in worlds() {
         world.neighbour_passes();
         truncate(&world.guest);
         assert_eq!(poll(&mut world.device_tx).chains, 0);
@@ -220,8 +335,7 @@ fn memory_cut_under_an_idle_ring() {
 
 #[test]
 fn memory_cut_before_a_burst_is_received() {
-    for base in BASES {
-        let mut world = based(base);
+    for (mut world, base) in worlds() {
         for index in 0..4 {
             let addr = world.tx_buffer(index);
             let len = world.write_frame(addr, &frame(1, 100));
@@ -251,8 +365,7 @@ fn memory_cut_before_a_burst_is_received() {
 
 #[test]
 fn memory_cut_between_receive_and_finish() {
-    for base in BASES {
-        let mut world = based(base);
+    for (mut world, base) in worlds() {
         let mut honest = Guest::new(GuestSpec::default()).expect("guest memory");
         let (_, mut honest_rx) = honest.device();
         honest.rx.refill();
@@ -296,9 +409,8 @@ fn memory_cut_between_receive_and_finish() {
 
 #[test]
 fn memory_cut_under_receive_buffers() {
-    for base in BASES {
-        for frames in [1, 8] {
-            let mut world = based(base);
+    for frames in [1, 8] {
+        for (mut world, base) in worlds() {
             let limit = if frames == 1 { 2048 } else { 64 };
             for index in 0..16 {
                 let addr = world.rx_buffer(index);
@@ -326,8 +438,14 @@ fn memory_cut_under_receive_buffers() {
 
 #[test]
 fn memory_cut_in_one_of_several_regions() {
+    in_every_layout(&[MODERN]).for_each(cut_one_of_two);
+}
+
+fn cut_one_of_two(features: Features) {
     let mut world = World::new(GuestSpec {
         regions: 2,
+        features,
+        base: first_base(features),
         ..GuestSpec::default()
     });
     // The upper one holds the RX ring.

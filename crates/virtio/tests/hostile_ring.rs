@@ -1,14 +1,17 @@
 //! Hostile and unusual guests, the part about indices, used entries and
-//! notifications; the table is in `hostile_split.rs`.
+//! notifications; the table is in `bugs_table.rs`. What packed rings have in the
+//! place of indices and event indices is in `hostile_packed.rs`.
 
 mod common;
 
-use common::{LEGACY, MODERN, UNMERGED, World, frame, poll, transmit, used};
+use common::{
+    LEGACY, MODERN, UNMERGED, World, base_of, frame, in_every_layout, poll, transmit, used,
+};
 use pollux_packet::DropReason;
 use pollux_sys::EventFd;
 use pollux_testkit::{Guest, GuestSpec, RawDesc};
 use pollux_virtio::Features;
-use pollux_virtio::device::RingFault;
+use pollux_virtio::device::{BurstLimit, RingFault};
 use pollux_virtio::driver::ChainShape;
 
 #[test]
@@ -45,8 +48,10 @@ fn b18_the_first_signal_after_a_start_is_unconditional() {
                 );
             }
             // Nor is one lost that is asked for.
-            world.tx.split().set_used_event(world.tx.split().used_idx());
-            world.rx.split().set_used_event(world.rx.split().used_idx());
+            for ring in [&mut world.tx, &mut world.rx] {
+                let ring = ring.split();
+                ring.set_used_event(ring.used_idx());
+            }
             world.tx_passes();
             world.rx_passes();
             assert_eq!((tx_call.drain(), rx_call.drain()), (1, 1));
@@ -95,6 +100,34 @@ fn b19_index_jumps_break_that_ring_alone() {
             assert!(world.tx.take_used().is_empty());
             world.neighbour_passes();
         }
+    }
+}
+
+/// Chains that were seen and not returned yet may be in use.
+#[test]
+fn b19_an_index_never_goes_back_behind_what_was_seen() {
+    for base in [0_u16, 65_534] {
+        let mut world = World::new(GuestSpec {
+            base,
+            ring_size: 16,
+            ..GuestSpec::default()
+        });
+        for index in 0..3 {
+            let addr = world.tx_buffer(index);
+            let len = world.write_frame(addr, &frame(index.into(), 60));
+            world.tx.offer_chain(index, &[RawDesc::readable(addr, len)]);
+        }
+        world.tx.publish();
+        let burst = world.device_tx.receive(BurstLimit::MAX);
+        assert_eq!(burst.batch.len(), 3);
+        burst.finish(1);
+        let (from, to) = (base.wrapping_add(1), base.wrapping_add(2));
+        world.tx.split().set_avail_idx(to);
+        assert!(poll(&mut world.device_tx).chains <= 2, "what was seen");
+        let fault = Some(RingFault::AvailIndex { from, to });
+        assert_eq!(world.device_tx.fault(), fault);
+        assert_eq!(poll(&mut world.device_tx).chains, 0);
+        world.rx_passes();
     }
 }
 
@@ -156,7 +189,7 @@ fn the_device_keeps_its_own_position_in_the_used_ring() {
 }
 
 #[test]
-fn b21_used_entries_name_the_head_and_the_bytes_written() {
+fn b21_used_entries_of_a_split_ring_name_the_head_and_the_bytes_written() {
     const SIZE: u16 = 16;
     let mut world = World::of_size(SIZE, MODERN);
     // A TX chain whose head is not its lowest descriptor.
@@ -201,7 +234,7 @@ fn b21_used_entries_name_the_head_and_the_bytes_written() {
 
 #[test]
 fn b22_num_buffers_of_every_kind_of_driver() {
-    for features in [MODERN, UNMERGED, LEGACY] {
+    for features in in_every_layout(&[MODERN, UNMERGED, LEGACY]) {
         let mut world = World::of_size(8, features);
         let addr = world.rx_buffer(0);
         let header = world.header_bytes() as usize;
@@ -223,7 +256,7 @@ fn b22_num_buffers_of_every_kind_of_driver() {
 
 #[test]
 fn b25_header_and_frame_cut_anywhere() {
-    for features in [MODERN, LEGACY] {
+    for features in in_every_layout(&[MODERN, LEGACY]) {
         let mut world = World::of_size(8, features);
         let addr = world.tx_buffer(0);
         let sent = frame(6, 60);
@@ -243,9 +276,14 @@ fn b25_header_and_frame_cut_anywhere() {
 
 #[test]
 fn b27_all_of_a_frames_buffers_or_none() {
+    in_every_layout(&[MODERN]).for_each(all_buffers_or_none);
+}
+
+fn all_buffers_or_none(features: Features) {
     let mut guest = Guest::new(GuestSpec {
         ring_size: 32,
-        base: 65_000,
+        features,
+        base: base_of(features, 65_000, 32),
         ..GuestSpec::default()
     })
     .expect("guest memory");

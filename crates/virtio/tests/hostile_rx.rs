@@ -1,17 +1,20 @@
-//! Hostile and unusual guests, the part about receive buffers; the table is in
-//! `hostile_split.rs`.
+//! Hostile and unusual guests, the part about receive buffers, in every layout
+//! and order of returns; the table is in `bugs_table.rs`.
 
 mod common;
 
-use common::{LEGACY, MODERN, UNMERGED, World, assert_bad_rx, frame, poll_with, transmit, used};
+use common::{
+    LEGACY, MODERN, UNMERGED, World, assert_bad_rx, first_base, frame, in_every_layout, poll_with,
+    transmit, used,
+};
 use pollux_packet::DropReason;
 use pollux_testkit::{Guest, GuestSpec, RawDesc};
-use pollux_virtio::ChainError;
 use pollux_virtio::device::BurstLimit;
+use pollux_virtio::{ChainError, Features};
 
 #[test]
 fn b09_receive_chains_smaller_than_the_net_header() {
-    for features in [UNMERGED, LEGACY] {
+    for features in in_every_layout(&[UNMERGED, LEGACY]) {
         let mut world = World::of_size(8, features);
         let header = world.header_bytes();
         let addr = world.rx_buffer(0);
@@ -35,8 +38,16 @@ fn b09_receive_chains_smaller_than_the_net_header() {
             }
         }
     }
-    // Mergeable: the net header goes over as many buffers as it takes.
-    let mut world = World::of_size(256, MODERN);
+}
+
+/// Mergeable: the net header goes over as many buffers as it takes.
+#[test]
+fn b09_a_net_header_over_many_buffers() {
+    in_every_layout(&[MODERN]).for_each(net_header_over_many_buffers);
+}
+
+fn net_header_over_many_buffers(features: Features) {
+    let mut world = World::of_size(256, features);
     for len in [1, 5, 11, 12, 13] {
         let addr = world.rx_buffer(0);
         world.rx.write(addr, &[0xee; 2048]);
@@ -71,8 +82,14 @@ fn b09_receive_chains_smaller_than_the_net_header() {
 
 #[test]
 fn b13_one_frame_in_a_thousand_chains_behind_a_full_batch() {
+    in_every_layout(&[MODERN]).for_each(one_frame_in_a_thousand_chains);
+}
+
+fn one_frame_in_a_thousand_chains(features: Features) {
     let mut guest = Guest::new(GuestSpec {
         ring_size: 2048,
+        features,
+        base: first_base(features),
         buffer_bytes: 64,
         ..GuestSpec::default()
     })
@@ -99,7 +116,7 @@ fn b13_one_frame_in_a_thousand_chains_behind_a_full_batch() {
 
 #[test]
 fn b14_a_frame_larger_than_its_buffer() {
-    for features in [UNMERGED, LEGACY] {
+    for features in in_every_layout(&[UNMERGED, LEGACY]) {
         let mut world = World::of_size(8, features);
         let addr = world.rx_buffer(0);
         world.rx.write(addr, &[0xee; 2048]);
@@ -122,42 +139,54 @@ fn b14_a_frame_larger_than_its_buffer() {
 }
 
 #[test]
-fn b56_failing_work_costs_the_budget_too() {
-    // A TX ring of nothing but malformed chains, refilled at once.
-    let mut world = World::of_size(64, MODERN);
+fn b56_malformed_tx_chains_cost_the_budget() {
+    in_every_layout(&[MODERN]).for_each(malformed_tx_chains);
+}
+
+fn malformed_tx_chains(features: Features) {
     let limit = BurstLimit {
         units: 10,
         ..BurstLimit::MAX
     };
+    // Nothing but malformed chains, refilled at once.
+    let mut world = World::of_size(64, features);
     for index in 0..64 {
-        world.tx.split().set_desc(index, RawDesc::readable(0, 1));
-        world.tx.split().offer(index);
+        world.tx.offer_chain(index, &[RawDesc::readable(0, 1)]);
     }
     world.tx.publish();
-    for round in 0..1000_u16 {
+    for _ in 0..1000 {
         let polled = poll_with(&mut world.device_tx, limit);
         assert_eq!((polled.chains, polled.units), (10, 10));
-        for entry in world.tx.take_used() {
-            world.tx.split().offer(u16::try_from(entry.id).expect("a head"));
+        let returned = world.tx.take_used();
+        assert_eq!(returned.len(), 10);
+        for entry in returned {
+            let head = u16::try_from(entry.id).expect("a head");
+            world.tx.offer_chain(head, &[RawDesc::readable(0, 1)]);
         }
         world.tx.publish();
-        assert_eq!(world.device_tx.base(), 10 * (round + 1));
     }
     // A long bad chain ends the burst by itself.
-    let mut world = World::of_size(64, MODERN);
-    for index in 0..64 {
-        world
-            .tx
-            .set_desc(index, RawDesc::default().then((index + 1) % 64));
-        world.tx.split().offer(index);
+    let mut world = World::of_size(64, features);
+    let mut chain = [RawDesc::default(); 16];
+    chain[15] = RawDesc::readable(0, 1);
+    for index in 0..4 {
+        world.tx.offer_chain(16 * index, &chain);
     }
     world.tx.publish();
-    let polled = poll_with(&mut world.device_tx, limit);
-    assert_eq!(polled.chains, 1);
-    assert!(polled.units >= 63);
+    for _ in 0..4 {
+        let polled = poll_with(&mut world.device_tx, limit);
+        assert_eq!((polled.chains, polled.units), (1, 15));
+    }
+}
 
-    // An RX ring of 1-byte buffers and a sender that floods it.
-    let mut world = World::of_size(256, MODERN);
+#[test]
+fn b56_tiny_receive_buffers_cost_the_budget() {
+    in_every_layout(&[MODERN]).for_each(tiny_receive_buffers);
+}
+
+fn tiny_receive_buffers(features: Features) {
+    // A ring of 1-byte buffers and a sender that floods it.
+    let mut world = World::of_size(256, features);
     for index in 0..256 {
         let desc = RawDesc::writable(world.rx_buffer(index), 1);
         world.rx.offer_chain(index, &[desc]);
@@ -178,18 +207,24 @@ fn b56_failing_work_costs_the_budget_too() {
     assert!(report.units >= 255);
     assert_eq!(world.rx.take_used().len(), 256);
     world.rx_passes();
+}
 
-    // Chains that share a tail of empty descriptors must not multiply.
-    for index in 0..256 {
-        let desc = RawDesc::writable(world.rx_buffer(index), 0);
-        world.rx.split().set_desc(index, desc.then((index + 1).min(255)));
+/// Chains of a split ring that share a tail of empty descriptors must not
+/// multiply.
+#[test]
+fn b56_receive_chains_that_share_a_tail() {
+    let mut world = World::of_size(256, MODERN);
+    let frames = vec![frame(1, 1514); 42];
+    let addr = world.rx_buffer(0);
+    let ring = world.rx.split();
+    for index in 0..255 {
+        ring.set_desc(index, RawDesc::writable(addr, 0).then(index + 1));
     }
-    let last = RawDesc::writable(world.rx_buffer(255), 1);
-    world.rx.split().set_desc(255, last);
+    ring.set_desc(255, RawDesc::writable(addr, 1));
     for index in 0..256 {
-        world.rx.split().offer(index);
+        ring.offer(index);
     }
-    world.rx.publish();
+    ring.publish();
     let report = transmit(&mut world.device_rx, &frames[..1]);
     assert_eq!(report.drops.get(DropReason::BadRxChain), 1);
     assert!(report.units <= 3 * 256, "{} units", report.units);
@@ -197,7 +232,7 @@ fn b56_failing_work_costs_the_budget_too() {
         transmit(&mut world.device_rx, &frames);
     }
     // The last few are short, not bad: they wait for more.
-    world.post_chain(255, &[RawDesc::writable(world.rx_buffer(255), 2048)]);
+    world.post_chain(255, &[RawDesc::writable(addr, 2048)]);
     let report = transmit(&mut world.device_rx, &frames[..1]);
     assert_eq!((report.frames, report.dropped), (1, 0));
     world.neighbour_passes();
@@ -205,7 +240,7 @@ fn b56_failing_work_costs_the_budget_too() {
 
 #[test]
 fn rx_chains_with_buffers_to_read_are_unusable() {
-    for features in [MODERN, UNMERGED] {
+    for features in in_every_layout(&[MODERN, UNMERGED]) {
         let mut world = World::of_size(8, features);
         let addr = world.rx_buffer(0);
         let (readable, writable) = (RawDesc::readable(addr, 64), RawDesc::writable(addr, 64));
@@ -215,9 +250,17 @@ fn rx_chains_with_buffers_to_read_are_unusable() {
         let hole = RawDesc::writable(16, 2048);
         assert_bad_rx(&mut world, 0, &[writable, hole], ChainError::Unmapped);
     }
-    // A frame that meets a bad chain as its third returns all three, and the
-    // next frame starts behind them.
-    let mut world = World::of_size(8, MODERN);
+}
+
+/// A frame that meets a bad chain as its third returns all three, and the next
+/// frame starts behind them.
+#[test]
+fn rx_chains_before_a_bad_one_go_back_with_it() {
+    in_every_layout(&[MODERN]).for_each(chains_before_a_bad_one);
+}
+
+fn chains_before_a_bad_one(features: Features) {
+    let mut world = World::of_size(8, features);
     for index in 0..4 {
         let addr = world.rx_buffer(index);
         let desc = match index {

@@ -2,7 +2,7 @@
 //! every wrap, through two guests, arrive whole and in order. The oracle is a
 //! queue of the frames that were sent.
 //!
-//! Buffers over two regions: `model_split.rs` and `hostile_split.rs` (a driver
+//! Buffers over two regions: `model_split.rs` and `hostile_chain.rs` (a driver
 //! half keeps each of its buffers in one region). Notifications and burst limits:
 //! `model_notify.rs`.
 

@@ -4,12 +4,16 @@
     reason = "each test file is a crate of its own and uses a part"
 )]
 
-use pollux_packet::{BatchStore, DropReason, Frame, FrameSet, Offload, Span, Transmitted};
+pub(crate) mod race;
+
+use pollux_packet::DropReason;
 use pollux_sys::EventFd;
 use pollux_testkit::{Guest, GuestSpec, RawDesc, RawQueue, RawUsed};
 use pollux_virtio::device::{self, BurstLimit};
 use pollux_virtio::driver::{ChainShape, NetConfig};
 use pollux_virtio::{ChainError, Features};
+
+pub(crate) use pollux_testkit::{frame_bytes as frame, gather, transmit};
 
 /// A modern driver with mergeable buffers.
 pub(crate) const MODERN: Features = Features {
@@ -66,28 +70,6 @@ pub(crate) fn used(id: u16, len: u32) -> RawUsed {
     }
 }
 
-/// Bytes that tell where in a frame and in which frame they are.
-pub(crate) fn frame(seed: u32, len: u32) -> Vec<u8> {
-    (0..len)
-        .map(|i| {
-            let word = (i ^ seed.wrapping_mul(0x9e37_79b9)).wrapping_mul(0x85eb_ca6b);
-            word.to_le_bytes()[3]
-        })
-        .collect()
-}
-
-/// A copy of a received frame.
-pub(crate) fn gather(frame: &Frame<'_>) -> Vec<u8> {
-    let mut bytes = frame.head.to_vec();
-    for span in frame.body {
-        let start = bytes.len();
-        bytes.resize(start + span.len() as usize, 0);
-        span.snapshot(&mut bytes[start..]);
-    }
-    assert_eq!(bytes.len(), frame.len as usize);
-    bytes
-}
-
 /// What one burst brought.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Polled {
@@ -120,18 +102,6 @@ pub(crate) fn poll_with(ring: &mut device::TxRing, limit: BurstLimit) -> Polled 
 /// Receives one burst as long as may be.
 pub(crate) fn poll(ring: &mut device::TxRing) -> Polled {
     poll_with(ring, BurstLimit::MAX)
-}
-
-/// Transmits frames in one call.
-pub(crate) fn transmit(ring: &mut device::RxRing, frames: &[Vec<u8>]) -> Transmitted {
-    let mut store = BatchStore::new(frames.len());
-    let mut batch = store.begin();
-    for frame in frames {
-        batch
-            .push(Offload::default(), Span::from_slice(frame))
-            .expect("room");
-    }
-    ring.transmit(&batch, FrameSet::first(frames.len()))
 }
 
 /// A guest whose rings are written by hand, and an honest one beside it.
