@@ -15,6 +15,9 @@ mod backend;
 mod features;
 mod framing;
 pub mod frontend;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod rings;
 mod session;
 mod socket;

@@ -12,6 +12,7 @@ use clap::ValueEnum;
 use crate::{
     checkout::Workspace,
     command::{self, Ended},
+    fuzz,
     report::{Report, TestOutput},
     setup::Tools,
 };
@@ -30,6 +31,14 @@ const LOOM_PROFILE: [(&str, &str); 4] = [
     ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
 ];
 
+/// The saved corpus and a little more: a longer search is `cargo xtask fuzz`.
+const FUZZ_PLAN: fuzz::Plan = fuzz::Plan {
+    seconds: 24,
+    target: None,
+    asan: true,
+    fresh: true,
+};
+
 /// One layer of the tests, cheapest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Layer {
@@ -43,6 +52,9 @@ pub(crate) enum Layer {
     Test,
     /// Concurrency models (loom), in `tests/loom_*.rs` and in src.
     Loom,
+    /// Fuzz targets for some seconds, under AddressSanitizer (a test for the
+    /// build and one for each target).
+    Fuzz,
     /// Release build of the switch and the benchmarks, so that they cannot rot
     /// (one test).
     Bench,
@@ -69,6 +81,7 @@ impl Layer {
             Self::Tidy => "tidy",
             Self::Test => "unit, integration, doc",
             Self::Loom => "loom",
+            Self::Fuzz => "fuzz",
             Self::Bench => "release build",
         }
     }
@@ -88,7 +101,9 @@ pub(crate) fn run(layer: Layer, workspace: &Workspace, tools: &Tools, limit: Dur
         report.skip(reason);
     } else {
         match layer {
-            Layer::Fmt => one_command(&mut report, cargo(["fmt", "--all", "--check"]), limit),
+            Layer::Fmt => {
+                one_command(&mut report, cargo(["fmt", "--all", "--check"]), limit);
+            }
             Layer::Clippy => {
                 let clippy = cargo([
                     "clippy",
@@ -107,6 +122,7 @@ pub(crate) fn run(layer: Layer, workspace: &Workspace, tools: &Tools, limit: Dur
                 test_command(&mut report, test, workspace, limit);
             }
             Layer::Loom => loom(&mut report, workspace, limit),
+            Layer::Fuzz => fuzz::run(&mut report, workspace, &FUZZ_PLAN, limit),
             Layer::Bench => {
                 let build = cargo([
                     "build",
@@ -130,16 +146,21 @@ pub(crate) fn run(layer: Layer, workspace: &Workspace, tools: &Tools, limit: Dur
     report
 }
 
-/// A command whose exit status is one test.
-fn one_command(report: &mut Report, command: Command, limit: Duration) {
+/// A command whose exit status is one test. True if it passed.
+pub(crate) fn one_command(report: &mut Report, command: Command, limit: Duration) -> bool {
     let shown = describe(&command);
     println!("$ {shown}");
-    match command::run(command, limit, &mut io::stdout(), |_| {}) {
-        Ok(Ended::Success) => report.tally.passed += 1,
-        Ok(Ended::Failure) => report.fail(format!("`{shown}` (see above)")),
-        Ok(Ended::TimedOut(limit)) => report.fail(too_slow(&shown, limit)),
-        Err(error) => report.fail(format!("`{shown}` could not be run: {error}")),
-    }
+    let failure = match command::run(command, limit, &mut io::stdout(), |_| {}) {
+        Ok(Ended::Success) => {
+            report.tally.passed += 1;
+            return true;
+        }
+        Ok(Ended::Failure) => format!("`{shown}` (see above)"),
+        Ok(Ended::TimedOut(limit)) => too_slow(&shown, limit),
+        Err(error) => format!("`{shown}` could not be run: {error}"),
+    };
+    report.fail(failure);
+    false
 }
 
 /// A `cargo test` whose programs report their own results.

@@ -15,6 +15,7 @@
 
 mod checkout;
 mod command;
+mod fuzz;
 mod layers;
 mod report;
 mod rust_source;
@@ -45,6 +46,14 @@ enum Task {
     /// anything failed and 0 otherwise (skipped tests do not fail a run, they
     /// are named with what is missing).
     Test(TestArgs),
+    /// Search for new inputs of the fuzz targets, for a bounded time.
+    ///
+    /// The seconds are divided among the targets; building comes on top. For
+    /// each target: executions, executions a second, features covered, size of
+    /// the corpus, and the situations that were reached. The exit code is 1 if
+    /// an input was found that fails (it is saved under crates/fuzz/regress) or
+    /// if a situation that has to be reached was not.
+    Fuzz(FuzzArgs),
     /// Check the house rules that no compiler checks.
     Tidy,
 }
@@ -62,6 +71,22 @@ struct TestArgs {
     no_install: bool,
 }
 
+#[derive(Args, Debug)]
+struct FuzzArgs {
+    /// Seconds for all targets together.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    seconds: u64,
+    /// Run only this target.
+    #[arg(long, value_name = "NAME")]
+    target: Option<String>,
+    /// Under AddressSanitizer.
+    #[arg(long)]
+    asan: bool,
+    /// Install nothing: skip if something is missing.
+    #[arg(long)]
+    no_install: bool,
+}
+
 fn main() -> anyhow::Result<ExitCode> {
     let task = Cli::parse().task;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -72,6 +97,7 @@ fn main() -> anyhow::Result<ExitCode> {
         .with_context(|| format!("cannot enter the workspace root {}", root.display()))?;
     match task {
         Task::Test(args) => test(&args),
+        Task::Fuzz(args) => fuzz(&args),
         Task::Tidy => tidy(),
     }
 }
@@ -81,7 +107,7 @@ fn test(args: &TestArgs) -> anyhow::Result<ExitCode> {
     let chosen = Layer::chosen(&args.only);
     let tools = setup::prepare(&chosen, !args.no_install, limit);
     let _huge_pages = setup::HugePages::set_aside(&chosen, !args.no_install, limit);
-    let reports = match Workspace::load() {
+    let reports: Vec<Report> = match Workspace::load() {
         Ok(workspace) => chosen
             .into_iter()
             .map(|layer| layers::run(layer, &workspace, &tools, limit))
@@ -95,7 +121,33 @@ fn test(args: &TestArgs) -> anyhow::Result<ExitCode> {
             vec![report]
         }
     };
-    let total = report::print_summary(&reports)?;
+    exit_code(&reports)
+}
+
+fn fuzz(args: &FuzzArgs) -> anyhow::Result<ExitCode> {
+    let limit = Duration::from_secs(20 * 60);
+    let tools = setup::prepare(&[Layer::Fuzz], !args.no_install, limit);
+    let mut report = Report {
+        title: Layer::Fuzz.title(),
+        ..Report::default()
+    };
+    if let Some(reason) = tools.missing(Layer::Fuzz) {
+        println!("SKIPPED: {reason}");
+        report.skip(reason);
+    } else {
+        let plan = fuzz::Plan {
+            seconds: args.seconds,
+            target: args.target.clone(),
+            asan: args.asan,
+            fresh: false,
+        };
+        fuzz::run(&mut report, &Workspace::load()?, &plan, limit);
+    }
+    exit_code(&[report])
+}
+
+fn exit_code(reports: &[Report]) -> anyhow::Result<ExitCode> {
+    let total = report::print_summary(reports)?;
     Ok(if total.failed == 0 {
         ExitCode::SUCCESS
     } else {

@@ -33,6 +33,11 @@ const LINKER: Need = Need::Program {
     name: "cc",
     packages: &["gcc", "libc6-dev"],
 };
+/// For libFuzzer, which comes as C++.
+const CXX: Need = Need::Program {
+    name: "c++",
+    packages: &["g++"],
+};
 const RUSTFMT: Need = Need::Component {
     name: "rustfmt",
     subcommand: "fmt",
@@ -49,6 +54,7 @@ const fn needs(layer: Layer) -> &'static [Need] {
         Layer::Clippy => &[LINKER, CLIPPY],
         Layer::Tidy => &[],
         Layer::Test | Layer::Loom | Layer::Bench => &[LINKER],
+        Layer::Fuzz => &[LINKER, CXX],
     }
 }
 

@@ -26,10 +26,10 @@ const RUNGS: [&[&str]; 7] = [
 ];
 /// Packages outside of the ladder: they may know every room, and no room may
 /// depend on them except for its tests.
-const TOOLS: [&str; 3] = ["pollux-bench", "pollux-testkit", "xtask"];
+const TOOLS: [&str; 4] = ["pollux-bench", "pollux-fuzz", "pollux-testkit", "xtask"];
 const TESTKIT: &str = "pollux-testkit";
 /// Who may have testkit as an ordinary dependency.
-const TESTKIT_USERS: [&str; 2] = ["pollux-bench", "xtask"];
+const TESTKIT_USERS: [&str; 3] = ["pollux-bench", "pollux-fuzz", "xtask"];
 /// Packages that may contain unsafe code.
 const UNSAFE_ROOMS: [&str; 5] = [
     "pollux-nic",
