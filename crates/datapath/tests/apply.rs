@@ -410,7 +410,7 @@ fn a_receive_ring_may_be_taken_away_under_traffic() {
     ]
     .map(|reason| counters.drops.get(reason));
     assert!(missed[0] > 0, "{counters:?}");
-    assert_eq!(counters.tx_drops(), missed.iter().sum());
+    assert_eq!(counters.tx_drops(), missed.iter().sum::<u64>());
     let sent = bed.stations[0].sent_to(1);
     let received = bed.stations[1].flow(0, 1).received;
     assert_eq!(sent, received + counters.tx_drops());

@@ -45,7 +45,9 @@ pub fn run(bytes: &[u8]) {
 pub fn wanted() -> Vec<String> {
     let marks = [
         "rx-bad-rx-chain",
+        "rx-batch",
         "rx-called",
+        "rx-called-at-event",
         "rx-merged",
         "rx-moved",
         "rx-not-called",
@@ -54,7 +56,9 @@ pub fn wanted() -> Vec<String> {
         "rx-rx-ring-full",
         "tx-bad-chain",
         "tx-bad-offload",
+        "tx-batch",
         "tx-called",
+        "tx-called-at-event",
         "tx-in-order",
         "tx-moved",
         "tx-not-called",
@@ -72,7 +76,7 @@ fn run_tx(spec: GuestSpec, bytes: &mut Bytes<'_>) {
         if bytes.is_empty() {
             break;
         }
-        let (op, repeat) = tx_op(bytes);
+        let (op, repeat) = tx_op(bytes, spec.ring_size);
         met.note_tx(&op, model.calls);
         for _ in 0..repeat {
             model.run(&op);
@@ -80,6 +84,12 @@ fn run_tx(spec: GuestSpec, bytes: &mut Bytes<'_>) {
     }
     model.end();
     note("tx", &model.drops, model.calls);
+    if spec.features.event_idx && model.calls[0] > 1 {
+        marks::reach("tx-called-at-event");
+    }
+    if model.batch_max > 4 {
+        marks::reach("tx-batch");
+    }
     met.reach("tx", model.drops.get(DropReason::BadChain), model.calls);
     if spec.features.in_order && model.calls != [0; 2] {
         marks::reach("tx-in-order");
@@ -93,7 +103,7 @@ fn run_rx(spec: GuestSpec, bytes: &mut Bytes<'_>) {
         if bytes.is_empty() {
             break;
         }
-        let (op, repeat) = rx_op(bytes);
+        let (op, repeat) = rx_op(bytes, spec.ring_size);
         met.note_rx(&op, model.calls);
         for _ in 0..repeat {
             model.run(&op);
@@ -101,6 +111,12 @@ fn run_rx(spec: GuestSpec, bytes: &mut Bytes<'_>) {
     }
     model.end();
     note("rx", &model.drops, model.calls);
+    if spec.features.event_idx && model.calls[0] > 1 {
+        marks::reach("rx-called-at-event");
+    }
+    if model.batch_max > 4 {
+        marks::reach("rx-batch");
+    }
     met.reach("rx", model.drops.get(DropReason::BadRxChain), model.calls);
     if model.merged > 0 {
         marks::reach("rx-merged");
@@ -164,9 +180,13 @@ fn note(side: &str, drops: &DropCounts, calls: [u64; 2]) {
 }
 
 /// An operation, and how often.
-fn tx_op(bytes: &mut Bytes<'_>) -> (TxOp, usize) {
+fn tx_op(bytes: &mut Bytes<'_>, ring_size: u16) -> (TxOp, usize) {
     let op = match bytes.below(16) {
-        0..=5 => return (TxOp::Offer(tx_chain(bytes)), repeat(bytes)),
+        0..=5 => {
+            let mut chain = tx_chain(bytes);
+            just_outside(&mut chain, ring_size);
+            return (TxOp::Offer(chain), repeat(bytes));
+        }
         6 | 7 => TxOp::Publish,
         8..=10 => TxOp::Burst {
             limit: BurstLimit {
@@ -189,9 +209,13 @@ fn tx_op(bytes: &mut Bytes<'_>) -> (TxOp, usize) {
     (op, 1)
 }
 
-fn rx_op(bytes: &mut Bytes<'_>) -> (RxOp, usize) {
+fn rx_op(bytes: &mut Bytes<'_>, ring_size: u16) -> (RxOp, usize) {
     let op = match bytes.below(16) {
-        0..=5 => return (RxOp::Post(rx_chain(bytes)), repeat(bytes)),
+        0..=5 => {
+            let mut chain = rx_chain(bytes);
+            just_outside(&mut chain, ring_size);
+            return (RxOp::Post(chain), repeat(bytes));
+        }
         6 | 7 => RxOp::Publish,
         8..=10 => {
             let count = bytes.choose(&[1, 1, 2, 3, 11]);
@@ -233,9 +257,9 @@ fn flaw(bytes: &mut Bytes<'_>) -> Flaw {
         1 => Flaw::Unmapped { at },
         2 => Flaw::OverEnd { at },
         3 => Flaw::Loop { at },
-        // No ring and no table is that long.
+        // No ring and no table is that long; or see `just_outside`.
         4 => Flaw::NextOutside {
-            next: bytes.u16() | 0x40,
+            next: bytes.choose(&[0x40, 0, 0x8000, u16::MAX]),
         },
         5 => Flaw::Direction { at },
         6 => Flaw::TableLength {
@@ -260,6 +284,17 @@ fn direct(bytes: &mut Bytes<'_>) -> Option<usize> {
         Some(2),
         Some(5),
     ])
+}
+
+/// A `next` of 0 stands for the first that is outside.
+fn just_outside(chain: &mut Chain, ring_size: u16) {
+    let count = chain.lens.len();
+    if let Flaw::NextOutside { next: next @ 0 } = &mut chain.flaw {
+        *next = match chain.direct {
+            Some(direct) => u16::try_from(count - direct.min(count - 1)).expect("short"),
+            None => ring_size,
+        };
+    }
 }
 
 fn tx_chain(bytes: &mut Bytes<'_>) -> Chain {

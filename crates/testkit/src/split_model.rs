@@ -4,6 +4,11 @@
 //!
 //! Accepted differences are listed with [`TxModel`] and [`RxModel`].
 
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "lengths of test frames are far below 2^32"
+)]
+
 mod rx;
 mod tx;
 

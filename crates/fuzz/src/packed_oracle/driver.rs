@@ -7,7 +7,7 @@ use pollux_virtio::device::RingConfig;
 use pollux_virtio::{Features, RingAreas};
 
 use super::memory::{BUFFERS, BUFFERS_BYTES, Memory, PLACES, TABLE_LEN, TABLES};
-use super::model::{At, Chain, DESC, DISABLE, ENABLE, INDIRECT, Model, Slot};
+use super::model::{At, Chain, DESC, DISABLE, ENABLE, INDIRECT, Model, Slot, WRITE};
 use crate::bytes::Bytes;
 use crate::marks;
 
@@ -300,20 +300,20 @@ impl Driver {
 
     /// The entries lie in order; of their flags only WRITE has a meaning (section
     /// 2.8.7). The device must not mind the others, but no driver sets INDIRECT
-    /// (section 2.8.19).
+    /// (section 2.8.19). DPDK's driver (22.11) says WRITE of a net header that is
+    /// to be read, which the device must not mind either.
     fn write_table(&mut self, table: u64, buffers: &[(u64, u32)], reserved: u16) {
+        let flags = match (reserved, self.is_rx) {
+            (0, false) => 0,
+            (0, true) => WRITE,
+            _ => !INDIRECT,
+        };
         for (number, &(addr, len)) in (0..).zip(buffers) {
-            let flags = if self.is_rx { super::model::WRITE } else { 0 };
-            let noise = if reserved == 0 {
-                0
-            } else {
-                !0 ^ INDIRECT ^ super::model::WRITE
-            };
             let entry = Slot {
                 addr,
                 len,
                 id: reserved,
-                flags: flags | noise,
+                flags,
             };
             self.memory.write(table + 16 * number, &entry.to_bytes());
         }

@@ -140,33 +140,38 @@ impl Memory {
         } else {
             RINGS_BYTES
         };
-        let now = &mut self.now[..end];
-        let read = self.backing.maps[0].read(BASE, now);
-        read.expect("all of it is mapped");
-        if *now != self.known[..end] {
-            let at = now
-                .iter()
-                .zip(&self.known)
-                .position(|(now, known)| now != known);
-            let at = at.expect("they differ");
-            panic!(
-                "{what}: byte {:#x} is {:#x}, not {:#x}",
-                BASE + at as u64,
-                now[at],
-                self.known[at]
-            );
-        }
+        self.look(end);
+        self.compare(end, what);
     }
 
     /// [`check`](Self::check) with the buffers; in these ranges of addresses
     /// anything may be.
     pub(super) fn check_but(&mut self, free: &[Range<u64>], what: &str) {
-        let read = self.backing.maps[0].read(BASE, &mut self.now);
-        read.expect("all of it is mapped");
+        let end = self.known.len();
+        self.look(end);
         for range in free {
             let range = offset(range.start)..offset(range.end);
             self.known[range.clone()].copy_from_slice(&self.now[range]);
         }
-        self.check(true, what);
+        self.compare(end, what);
+    }
+
+    fn look(&mut self, end: usize) {
+        let read = self.backing.maps[0].read(BASE, &mut self.now[..end]);
+        read.expect("all of it is mapped");
+    }
+
+    fn compare(&self, end: usize, what: &str) {
+        let (now, known) = (&self.now[..end], &self.known[..end]);
+        if now != known {
+            let mut pairs = now.iter().zip(known);
+            let at = pairs.position(|(now, known)| now != known);
+            let at = at.expect("they differ");
+            let addr = BASE + at as u64;
+            panic!(
+                "{what}: byte {addr:#x} is {:#x}, not {:#x}",
+                now[at], known[at]
+            );
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! The device half of a guest TX ring beside rust-vmm's.
 
+use std::sync::LazyLock;
+
 use pollux_packet::{DropCounts, DropReason, FRAME_BYTES_MAX, NET_HEADER_BYTES, Offload};
 use pollux_sys::EventFd;
 use pollux_virtio::device::{BurstLimit, TxRing};
@@ -42,6 +44,19 @@ pub enum TxOp {
         event: i16,
     },
 }
+
+/// Longer than the memory of a guest with small rings.
+static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    (0..1_u32 << 20)
+        .map(|i| {
+            if i % 256 < 128 {
+                0
+            } else {
+                ((i * 31) >> 3) as u8
+            }
+        })
+        .collect()
+});
 
 /// What a chain is to the oracle.
 #[derive(Debug, PartialEq, Eq)]
@@ -111,6 +126,8 @@ pub struct TxModel {
     pub drops: DropCounts,
     /// Calls so far, and publications without one.
     pub calls: [u64; 2],
+    /// Most chains that went back at once.
+    pub batch_max: usize,
     call: EventFd,
     /// The first decision is ours alone.
     decided: bool,
@@ -122,7 +139,7 @@ impl TxModel {
     /// The TX ring of a guest.
     ///
     /// # Panics
-    /// If there cannot be such a guest, or the ring is packed.
+    /// If there cannot be such a guest, it has more than 1 MiB, or the ring is packed.
     #[must_use]
     pub fn new(spec: GuestSpec) -> Self {
         assert!(!spec.features.packed, "a split ring");
@@ -131,16 +148,8 @@ impl TxModel {
         let (device, _) = twin.guest.device_with_calls(call.try_clone().ok(), None);
         // Bytes that are no header, so that many offloads are refused, behind
         // zeros, so that many are not.
-        let noise: Vec<u8> = (0..twin.end - twin.config.buffers_addr)
-            .map(|i| {
-                if i % 256 < 128 {
-                    0
-                } else {
-                    ((i * 31) >> 3) as u8
-                }
-            })
-            .collect();
-        twin.raw.write(twin.config.buffers_addr, &noise);
+        let noise = &NOISE[..(twin.end - twin.config.buffers_addr) as usize];
+        twin.raw.write(twin.config.buffers_addr, noise);
         twin.copy_to_oracle();
         twin.queue
             .disable_notification(&twin.memory)
@@ -150,6 +159,7 @@ impl TxModel {
             device,
             drops: DropCounts::default(),
             calls: [0; 2],
+            batch_max: 0,
             call,
             decided: false,
             early_kick: false,
@@ -342,6 +352,7 @@ impl TxModel {
 
         let returned: Vec<(u16, u32)> = outcomes.iter().map(|&(head, _)| (head, 0)).collect();
         twin.add_used(&returned);
+        self.batch_max = self.batch_max.max(returned.len());
         for &reason in &drops {
             self.drops.add(reason, 1);
         }
