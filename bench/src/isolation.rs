@@ -72,14 +72,28 @@ enum Phase {
     Attacked,
     /// B open loop under attack.
     Half,
+    /// B open loop at the same rate, the attacker not looked at: what the machine
+    /// loses by itself, when it takes a core away for longer than a ring lasts.
+    HalfAlone,
 }
 
 impl Phase {
-    const ALL: [Self; 4] = [Self::Alone, Self::Control, Self::Attacked, Self::Half];
+    const ALL: [Self; 5] = [
+        Self::Alone,
+        Self::Control,
+        Self::Attacked,
+        Self::Half,
+        Self::HalfAlone,
+    ];
+
+    /// At half of the rate that B had under attack.
+    const fn is_half(self) -> bool {
+        matches!(self, Self::Half | Self::HalfAlone)
+    }
 
     const fn company(self) -> Company {
         match self {
-            Self::Alone => Company::Nobody,
+            Self::Alone | Self::HalfAlone => Company::Nobody,
             Self::Control => Company::Idle,
             Self::Attacked | Self::Half => Company::Attacking,
         }
@@ -310,7 +324,7 @@ fn take_round(args: &IsolationArgs, attack: Attack) -> anyhow::Result<Round> {
     let mut attacked = Rates::default();
     for _ in 0..cycles {
         for (phase, slices) in Phase::ALL.into_iter().zip(&mut slices) {
-            let pace = (phase == Phase::Half).then(|| attacked.median() / 2.0);
+            let pace = phase.is_half().then(|| attacked.median() / 2.0);
             for _ in 0..SLICES_RUN {
                 let (sums, is_quiet) =
                     take_slice(phase, pace, &switch, &mut guests, &waits, slices)?;

@@ -39,6 +39,9 @@ struct Row {
     half_lost: u64,
     /// In slices in which no thread had to wait: what counts.
     half_offered_in_quiet: u64,
+    /// The same without an attack: what the machine loses by itself.
+    half_alone_lost_in_quiet: u64,
+    half_alone_offered_in_quiet: u64,
     half_lost_in_quiet: u64,
     /// Frames that the generator itself was too late for: not counted as lost.
     half_skipped: u64,
@@ -172,6 +175,12 @@ impl Row {
             half_lost: half().map(|sample| sample.lost).sum(),
             half_offered_in_quiet: half().map(|sample| sample.offered_in_quiet).sum(),
             half_lost_in_quiet: half().map(|sample| sample.lost_in_quiet).sum(),
+            half_alone_lost_in_quiet: of_phase(Phase::HalfAlone)
+                .map(|sample| sample.lost_in_quiet)
+                .sum(),
+            half_alone_offered_in_quiet: of_phase(Phase::HalfAlone)
+                .map(|sample| sample.offered_in_quiet)
+                .sum(),
             half_skipped: half().map(|sample| sample.skipped).sum(),
             // Half of a rate that was not measured says nothing.
             meets_loss: of_phase(Phase::Attacked)
@@ -221,13 +230,16 @@ impl Row {
         writeln!(
             f,
             "  at half of that: loss 0 wanted, {}: {} of {} frames lost in quiet slices; in all \
-             slices {} of {}; {} not offered because the driver thread was away",
+             slices {} of {}; {} not offered because the driver thread was away; without an \
+             attack the machine lost {} of {} in quiet slices",
             verdict(self.meets_loss),
             self.half_lost_in_quiet,
             self.half_offered_in_quiet,
             self.half_lost,
             self.half_sent,
             self.half_skipped,
+            self.half_alone_lost_in_quiet,
+            self.half_alone_offered_in_quiet,
         )
     }
 }
@@ -317,7 +329,7 @@ impl fmt::Display for Report {
         }
         writeln!(
             f,
-            "\n{:>9} {:>6} {:>8} {:>7} {:>8} {:>6} {:>11} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8} {:>9}",
+            "\n{:>9} {:>6} {:>10} {:>7} {:>8} {:>6} {:>11} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8} {:>9}",
             "attack",
             "state",
             "phase",
@@ -337,7 +349,7 @@ impl fmt::Display for Report {
             for phase in &row.phases {
                 writeln!(
                     f,
-                    "{:>9} {:>6} {:>8} {:>7.2} {:>8.3} {:>6.1} {:>11.0} {:>8.1} {:>8.1} {:>8.1} \
+                    "{:>9} {:>6} {:>10} {:>7.2} {:>8.3} {:>6.1} {:>11.0} {:>8.1} {:>8.1} {:>8.1} \
                      {:>9.2} {:>8.1} {:>8.3} {:>9}",
                     row.attack.name(),
                     row.state,
@@ -382,5 +394,6 @@ const fn phase_name(phase: Phase) -> &'static str {
         Phase::Control => "control",
         Phase::Attacked => "attacked",
         Phase::Half => "half",
+        Phase::HalfAlone => "half alone",
     }
 }
