@@ -9,8 +9,9 @@
 //!
 //! A round of one attack is one switch and its guests, and many slices of 2.5 ms, four of each in turn:
 //! B alone; the control; B at full speed under attack; B open loop at half of the
-//! rate that it just had under attack, where nothing may be lost; and again. So
-//! the four meet the same moods of the machine. Slices in which one of the two
+//! 45 % of its rate alone that it has to be left, where nothing may be lost; the
+//! same without the attack, since the machine loses frames by itself; and again. So
+//! the five meet the same moods of the machine. Slices in which one of the two
 //! threads had to wait for a core do not count, as long as there are others.
 
 mod bed;
@@ -86,7 +87,7 @@ impl Phase {
         Self::HalfAlone,
     ];
 
-    /// At half of the rate that B had under attack.
+    /// At half of the share of its rate alone that B has to be left.
     const fn is_half(self) -> bool {
         matches!(self, Self::Half | Self::HalfAlone)
     }
@@ -321,15 +322,17 @@ fn take_round(args: &IsolationArgs, attack: Attack) -> anyhow::Result<Round> {
         reason = "at least 1, and nobody has that many seconds"
     )]
     let cycles = cycles as u64;
-    let mut attacked = Rates::default();
+    let mut alone = Rates::default();
     for _ in 0..cycles {
         for (phase, slices) in Phase::ALL.into_iter().zip(&mut slices) {
-            let pace = phase.is_half().then(|| attacked.median() / 2.0);
+            let pace = phase
+                .is_half()
+                .then(|| alone.median() * report::SHARE_WANTED / 2.0);
             for _ in 0..SLICES_RUN {
                 let (sums, is_quiet) =
                     take_slice(phase, pace, &switch, &mut guests, &waits, slices)?;
-                if phase == Phase::Attacked {
-                    attacked.push(rate(&sums, &guests) * 1e6, is_quiet);
+                if phase == Phase::Alone {
+                    alone.push(rate(&sums, &guests) * 1e6, is_quiet);
                 }
             }
         }

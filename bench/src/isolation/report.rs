@@ -11,7 +11,7 @@ use super::{IsolationArgs, Phase, Round, Sample};
 use crate::probe::MachineState;
 
 /// What a neighbour is to keep of its rate alone.
-const SHARE_WANTED: f64 = 0.45;
+pub(super) const SHARE_WANTED: f64 = 0.45;
 /// Quiet slices of a phase in a round from which on its rate is judged.
 const QUIET_MIN: u32 = 10;
 
@@ -229,7 +229,7 @@ impl Row {
         )?;
         writeln!(
             f,
-            "  at half of that: loss 0 wanted, {}: {} of {} frames lost in quiet slices; in all \
+            "  at half of the share that is wanted: loss 0 wanted, {}: {} of {} frames lost in quiet slices; in all \
              slices {} of {}; {} not offered because the driver thread was away; without an \
              attack the machine lost {} of {} in quiet slices",
             verdict(self.meets_loss),
