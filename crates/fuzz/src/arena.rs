@@ -32,18 +32,24 @@ struct Backing {
 
 impl Backing {
     fn new() -> Self {
-        let bytes = FILE_BYTES as u64;
-        let file = pollux_sys::memfd("pollux-fuzz", bytes).expect("a memfd");
-        let place = RegionPlace {
-            guest_addr: 0,
-            size: bytes,
-            user_addr: 0,
-            file_offset: 0,
-        };
-        let region = Region::map(file.as_fd(), place).expect("the file can be mapped");
-        let whole = Arc::new(GuestMemory::new([region]).expect("one region"));
+        let (file, whole) = map_file("pollux-fuzz", FILE_BYTES as u64);
+        let whole = Arc::new(whole);
         Self { file, whole }
     }
+}
+
+/// A file of `bytes`, and the whole of it as memory at address 0.
+pub(crate) fn map_file(name: &str, bytes: u64) -> (OwnedFd, GuestMemory) {
+    let file = pollux_sys::memfd(name, bytes).expect("a memfd");
+    let place = RegionPlace {
+        guest_addr: 0,
+        size: bytes,
+        user_addr: 0,
+        file_offset: 0,
+    };
+    let region = Region::map(file.as_fd(), place).expect("the file can be mapped");
+    let memory = GuestMemory::new([region]).expect("one region");
+    (file, memory)
 }
 
 /// Regions of the file as a guest has them.

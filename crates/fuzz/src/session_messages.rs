@@ -10,16 +10,16 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 use pollux_sys::EventFd;
 use pollux_testkit::RawDesc;
 use pollux_vhost::fuzz::{Connection, Handled};
-use pollux_virtio::{GuestMemory, Region, RegionPlace};
+use pollux_virtio::GuestMemory;
 
 use crate::bytes::Bytes;
-use crate::marks;
+use crate::{arena, marks};
 
 /// Operations of one input at most.
 const OPS_MAX: usize = 48;
@@ -111,20 +111,13 @@ struct Frontend<'a> {
 
 impl<'a> Frontend<'a> {
     fn new(mut bytes: Bytes<'a>) -> Self {
-        let file = pollux_sys::memfd("pollux-fuzz-session", MEMORY_BYTES).expect("a memfd");
-        let place = RegionPlace {
-            guest_addr: 0,
-            size: MEMORY_BYTES,
-            user_addr: 0,
-            file_offset: 0,
-        };
-        let region = Region::map(file.as_fd(), place).expect("the file can be mapped");
+        let (file, memory) = arena::map_file("pollux-fuzz-session", MEMORY_BYTES);
         Self {
             connection: Connection::new(bytes.one_in(2)),
             bytes,
             ended: false,
             file,
-            memory: GuestMemory::new([region]).expect("one region"),
+            memory,
             peers: Vec::new(),
             offered: 0,
         }

@@ -168,6 +168,19 @@ impl Twin {
         }
     }
 
+    /// Fills the buffers with bytes of `noise`, on both sides, and begins to poll.
+    ///
+    /// # Panics
+    /// If there are more buffers than noise.
+    pub fn begin(&mut self, noise: &[u8]) {
+        let bytes = usize::try_from(self.end - self.config.buffers_addr).expect("small");
+        self.raw.write(self.config.buffers_addr, &noise[..bytes]);
+        self.copy_to_oracle();
+        self.queue
+            .disable_notification(&self.memory)
+            .expect("memory");
+    }
+
     pub(crate) fn header_bytes(&self) -> u32 {
         self.config.features.net_header_bytes()
     }

@@ -106,12 +106,7 @@ impl RxModel {
         let mut twin = Twin::new(spec, false);
         let call = EventFd::new().expect("eventfd");
         let (_, device) = twin.guest.device_with_calls(None, call.try_clone().ok());
-        let noise = &NOISE[..(twin.end - twin.config.buffers_addr) as usize];
-        twin.raw.write(twin.config.buffers_addr, noise);
-        twin.copy_to_oracle();
-        twin.queue
-            .disable_notification(&twin.memory)
-            .expect("memory");
+        twin.begin(&NOISE);
         let size = usize::from(spec.ring_size);
         Self {
             twin,

@@ -148,12 +148,7 @@ impl TxModel {
         let (device, _) = twin.guest.device_with_calls(call.try_clone().ok(), None);
         // Bytes that are no header, so that many offloads are refused, behind
         // zeros, so that many are not.
-        let noise = &NOISE[..(twin.end - twin.config.buffers_addr) as usize];
-        twin.raw.write(twin.config.buffers_addr, noise);
-        twin.copy_to_oracle();
-        twin.queue
-            .disable_notification(&twin.memory)
-            .expect("memory");
+        twin.begin(&NOISE);
         Self {
             twin,
             device,
